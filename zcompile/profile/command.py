@@ -19,7 +19,7 @@ from zcompile.profile.launch import Job
 
 
 def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
-    """What each engine trains, and the engines, as the command line says."""
+    """Return the job that every engine trains, and the names of the engines, from the command line."""
     engines = names_of(arguments.engines)
     for name in engines:
         find(name)
@@ -41,7 +41,7 @@ def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
 
 
 def _lacks_table(job: Job) -> bool:
-    """Whether another GPU's table stands in for that of this machine, which was not measured either."""
+    """Return whether this GPU has neither a shipped table nor a calibration, so that another GPU's table stands in."""
     if job.device != "cuda" or not stand_in_notice(torch.device("cuda")):
         return False
     return read_calibration(torch.device("cuda"), job.ranks)[0] is None
@@ -54,15 +54,15 @@ def run(arguments: argparse.Namespace) -> int:
         The exit code: 0, 1 if no engine gave a result, or 143 after a SIGTERM.
 
     Raises:
-        BadInput: no such engine, option or model, one that does not fit, more ranks than GPUs, or a folder for the
-            report that may not be written.
+        BadInput: an engine, option or model is unknown, the model does not fit in memory, there are more ranks than
+            GPUs, or the report's folder cannot be written.
     """
     terminated = False
 
     def terminate(*_: Any) -> None:
         nonlocal terminated
         terminated = True
-        raise KeyboardInterrupt  # which ends ranks, and reports what there is
+        raise KeyboardInterrupt  # `compare` ends the ranks and returns the results so far
 
     signal.signal(signal.SIGTERM, terminate)
     job, engines = job_of(arguments)

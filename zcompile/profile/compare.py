@@ -1,4 +1,4 @@
-"""Runs the engines in turns and puts their results together."""
+"""Runs the engines in turns and combines their results."""
 
 import contextlib
 import itertools
@@ -22,11 +22,11 @@ from zcompile.profile.launch import Failed, Job, run
 
 # Dense bf16 (tensor cores, no sparsity), floating-point operations a second, by NVIDIA's data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-STRAYS = {"fp32": 1e-3, "bf16": 1e-2, "autocast": 1e-2}  # relative difference of a loss that is more than rounding
+STRAYS = {"fp32": 1e-3, "bf16": 1e-2, "autocast": 1e-2}  # relative differences of losses above it are not rounding
 
 
 def count(job: Job) -> dict[str, Any]:
-    """What `flops.count_step` counts of `job`. A user's module is built in a process of its own, as ranks build it."""
+    """Count parameters and FLOPs by `flops.count_step`. A user's module is built in a process of its own."""
     if job.module:
         function_of(job.module)
         return _counted_apart(job)
@@ -46,7 +46,7 @@ def _counted_apart(job: Job) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Delay what ends this process: torch aborts if a signal's handler raises while it dispatches to Python."""
+    """Delay SIGINT and SIGTERM, because torch aborts if a signal handler raises while it dispatches to Python."""
     came: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: came.append(number))
@@ -62,7 +62,7 @@ def _signals_wait() -> Iterator[None]:
 
 
 class TooLarge(BadInput):
-    """The state of a model takes more memory than there is."""
+    """The state of a model does not fit in memory."""
 
 
 def _refuse_if_too_large(parameters: int, job: Job) -> None:
@@ -87,14 +87,14 @@ def compare(job: Job, counted: Mapping[str, Any], engines: list[str], repeats: i
 
     Args:
         job: what to train; its engine and folders are set here.
-        counted: what `count` found.
+        counted: FLOPs and parameters, from `count`.
         output: a folder for each engine's logs and traces.
 
     Returns:
-        What report.py draws and `results.json` holds: `workload`, and `engines` by name. An engine has `step_ms`
-        (`median`, `quartiles`, `repeats`, which are the medians of each, and `all`), `peak_bytes` and the rest of
-        what `worker.Run.run` measured. Or it has `failed`, an error line. Or it has `skipped`, the reason.
-        `interrupted` says whether repeats, or engines, are missing.
+        The content of `results.json`, which report.py draws: `workload`, `repeats`, `interrupted` (whether repeats or
+        engines are missing) and `engines` by name. A measured engine has `step_ms`, with `median` and `quartiles` over
+        all steps, `repeats` (the median of each repeat) and `all` (each step); `peak_bytes`; and the other results of
+        `worker.Run.run`. Another engine has `failed`, an error line, or `skipped`, the reason.
     """
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
     absent = {name: {"skipped": reason} for name in engines if (reason := find(name)[0].missing(job.device))}
@@ -113,7 +113,7 @@ def compare(job: Job, counted: Mapping[str, Any], engines: list[str], repeats: i
                 measured[name].append(run(replace(job, engine=name, folder=str(folder), cache=str(cache), trace=trace)))
             except Failed as error:
                 absent[name] = {"failed": str(error)}
-    except KeyboardInterrupt:  # the rest is reported
+    except KeyboardInterrupt:  # the results so far are reported
         interrupted = True
         absent = {name: {"failed": "interrupted"} for name in engines if not measured[name]} | absent
     results = {name: absent.get(name) or together(measured[name], counted["flops"], job.precision) for name in engines}
@@ -125,7 +125,7 @@ def compare(job: Job, counted: Mapping[str, Any], engines: list[str], repeats: i
 
 
 def together(runs: list[dict[str, Any]], flops: int | None, precision: str) -> dict[str, Any]:
-    """The runs of one engine as one result: times of all steps, the highest peaks, and the rest of the first run."""
+    """Combine the runs of one engine: all step times, the highest peak, and the other results of the first run."""
     times = sorted(time for run in runs for time in run["step_ms"])
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
     result = dict(runs[0])
@@ -138,13 +138,13 @@ def together(runs: list[dict[str, Any]], flops: int | None, precision: str) -> d
     result["peak_bytes"] = max(run["peak_bytes"] for run in runs)
     result["tokens_per_s"] = result["tokens"] and result["tokens"] / (middle / 1e3)
     peak = next((flops for device, flops in PEAK_FLOPS.items() if device in result["about"]), None)
-    # The peak is of bf16.
+    # PEAK_FLOPS is for bf16.
     result["mfu"] = flops / (middle / 1e3) / peak if flops and peak and precision != "fp32" else None
     return result
 
 
 def compare_with_limit(engines: Mapping[str, dict[str, Any]]) -> None:
-    """Add `x_limit` to each engine: how many times the step of "limit" its step takes."""
+    """Add `x_limit` to each engine: its median step time divided by that of the engine "limit"."""
     limit = engines.get("limit", {}).get("step_ms")
     for result in engines.values():
         if limit and "step_ms" in result:
@@ -154,10 +154,10 @@ def compare_with_limit(engines: Mapping[str, dict[str, Any]]) -> None:
 def mark_strays(engines: Mapping[str, dict[str, Any]], tolerance: float) -> None:
     """Mark engines whose losses differ from those of the others by more than `tolerance`.
 
-    Adds two entries to each result: `loss_difference`, the largest relative difference between the engine's loss and
-    the median of all kinds of engines at the same step, and `strays`, whether that is above the tolerance. An engine
-    under several options is one kind. With two kinds, each is compared with the other, so a difference marks both. With
-    one kind, each of its engines is compared with the first. "limit" is left out: it uses no gradients.
+    Adds two entries to each result: `loss_difference`, the largest relative difference at one step between the engine's
+    loss and the median loss of all kinds of engines, and `strays`, whether this difference is above the tolerance. A
+    kind is an engine with any options. With two kinds, each is compared with the other, so a difference marks both.
+    With one kind, its engines are compared with the first of them. "limit" is left out, because it does not train.
     """
     curves = {name: result["losses"] for name, result in engines.items() if "losses" in result and name != "limit"}
     kinds: dict[str, list[float]] = {}

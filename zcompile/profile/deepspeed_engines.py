@@ -1,4 +1,4 @@
-"""DeepSpeed, by itself, with its compiler, and with zcompile."""
+"""Engines of DeepSpeed: stage 3 alone, with DeepSpeed's compiler, and with zcompile."""
 
 from typing import Any, ClassVar
 
@@ -14,10 +14,10 @@ class Zero3(Engine):
     """DeepSpeed's stage 3."""
 
     casts_inputs = False
-    added_config: ClassVar[dict[str, Any]] = {}  # to the configuration of DeepSpeed
+    added_config: ClassVar[dict[str, Any]] = {}  # merged into DeepSpeed's configuration
 
     def zero_options(self) -> dict[str, Any]:
-        """What this engine adds to "zero_optimization"."""
+        """Return the settings that this engine adds to "zero_optimization"."""
         return {}
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -60,7 +60,7 @@ class Zero3(Engine):
 class DeepCompile(Zero3):
     """DeepSpeed's stage 3 with its compiler."""
 
-    wire_is_traced = False  # it has a communicator of its own
+    wire_is_traced = False  # DeepCompile has a communicator of its own
     added_config: ClassVar[dict[str, Any]] = {"compile": {"deepcompile": True}}
 
 
@@ -71,7 +71,7 @@ class Zero3Zcompile(Zero3):
         return {"zcompile": {"enabled": True, **self.options}}
 
     def taken(self) -> bool:
-        """Whether zcompile took the engine over; else DeepSpeed fell back to its own way."""
+        """Return whether zcompile runs this engine; if not, DeepSpeed fell back to its own stage 3."""
         return self.engine.zcompile.state is not None
 
     def extra_bytes(self) -> int:

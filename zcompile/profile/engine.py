@@ -1,4 +1,4 @@
-"""What all engines that are compared have in common."""
+"""The base class of the engines that the profiler compares."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,36 +16,37 @@ PRECISIONS = {
     "autocast": "torch.autocast with bf16; in DeepSpeed, fp32 partitions under torch_autocast",
 }
 
-# Steps over which the rate rises. Without a rise losses jump at first, and runs that differ by rounding part.
+# Steps over which the learning rate rises. Without that, losses jump at first, and runs that differ by rounding
+# diverge.
 RATE_STEPS = 20
 
 
 @dataclass(frozen=True)
 class Training:
-    """How all engines train."""
+    """Settings of training that all engines share."""
 
-    precision: str  # of PRECISIONS
+    precision: str  # a key of PRECISIONS
     learning_rate: float  # reached after RATE_STEPS
-    microbatches: int  # of a step
+    microbatches: int  # per step
 
 
 class Engine:
-    """A model in training with fused AdamW. It knows nothing of how it is measured. Subclasses prepare the model."""
+    """Trains a model with fused AdamW. Subclasses prepare the model; worker.py measures."""
 
-    wire_is_traced = True  # whether torch.profiler sees all that it sends
+    wire_is_traced = True  # whether torch.profiler records all of its transfers
     casts_inputs = True  # whether the engine casts floating-point inputs itself
 
     def __init__(self, model: nn.Module, training: Training, options: Mapping[str, Any]):
         self.training = training
         self.options = options
-        self.settings: list[str] = []  # beside torch's defaults, and what this torch lacks of them; reports show it
-        self.device = next(model.parameters()).device.type  # that computes; parameters may lie on another
+        self.settings: list[str] = []  # for reports: those that are not defaults, and those that torch lacks
+        self.device = next(model.parameters()).device.type  # of compute; parameters may be on another
         self.model = self.prepare(model)
         self.optimizer = self.make_optimizer()
         self.steps = 0
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Shard, compile, or whatever the engine does to a whole model in fp32."""
+        """Prepare a whole fp32 model for training, for example shard and compile it. Returns the model to call."""
         raise NotImplementedError
 
     def make_optimizer(self) -> torch.optim.Optimizer:
@@ -55,17 +56,17 @@ class Engine:
         return torch.optim.AdamW(parameters, lr=self.training.learning_rate, fused=True)
 
     def ran_with(self) -> list[str]:
-        """Settings, and counts of the steps so far, for the report."""
+        """Return lines for the report: settings, and counts over the steps so far."""
         return self.settings
 
     def step(self, batches: list[Any]) -> torch.Tensor:
-        """One step over the microbatches. Returns this rank's mean loss, []."""
+        """Train one step on the microbatches. Returns this rank's mean loss, a scalar tensor."""
         losses = self.accumulate(batches, 1 / len(batches))
         self.update()
         return torch.stack(losses).sum()
 
     def accumulate(self, batches: list[Any], share: float) -> list[torch.Tensor]:
-        """Forward and backward of each microbatch, whose losses count `share` times. Returns these losses."""
+        """Run forward and backward of each microbatch. Returns the losses, each multiplied by `share`."""
         return [self.forward_backward(batch, share) for batch in batches]
 
     def update(self) -> None:
@@ -85,7 +86,7 @@ class Engine:
         return loss.detach()
 
     def cast_input(self, batch: Any) -> Any:
-        """The batch as the model takes it."""
+        """Cast a batch to bf16 if the precision is bf16 and the engine itself does not cast inputs."""
         if self.casts_inputs or self.training.precision != "bf16":
             return batch
         return tree_map_only(torch.Tensor, lambda each: each.bfloat16() if each.is_floating_point() else each, batch)
@@ -94,16 +95,16 @@ class Engine:
         return self.training.precision == "autocast"
 
     def extra_bytes(self) -> int:
-        """Device memory that torch's allocator does not count."""
+        """Return the bytes of device memory that torch's allocator does not count."""
         return 0
 
     def wire_bytes(self) -> int | None:
-        """Bytes of unsharded parameters and gradients that this rank gathered and reduced so far.
+        """Return the bytes of unsharded parameters and gradients that this rank gathered and reduced so far.
 
         None if the engine does not count them.
         """
         return None
 
     def explain(self, batch: Any) -> Explanation | None:
-        """The plan of a microbatch, or None if the engine has no plan. All ranks must call it."""
+        """Return the plan of a microbatch, or None if the engine has no plan. All ranks must call it."""
         return None

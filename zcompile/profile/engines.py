@@ -30,28 +30,28 @@ from zcompile.profile.torch_engines import (
 from zcompile.profile.zcompile_engines import Blocks, Eager, EagerCompile, EagerUnits, Zcompile
 
 ALL_OPTIONS = tuple(option.name for option in dataclasses.fields(Settings))
-# Options that are no settings of the backend, with their values.
-OF_ZCOMPILE = {"offload": ("moments", "states"), "gather_dtype": ("int8",)}  # of fuse_optimizer, and of shard
+# Options of engines that are not settings of the backend, with their values.
+OF_ZCOMPILE = {"offload": ("moments", "states"), "gather_dtype": ("int8",)}  # for fuse_optimizer and shard
 OF_FSDP2 = {
     "offload": ("all",),  # CPUOffloadPolicy: parameters, gradients and optimizer states
-    "reduce_dtype": ("bf16",),  # of gradients; without it fp32, to which zcompile's sums are equal
-    "gradient_sync": ("last",),  # reduce gradients after the last microbatch alone; they stay unsharded until then
+    "reduce_dtype": ("bf16",),  # of gradients; the default is fp32, in which zcompile sums
+    "gradient_sync": ("last",),  # reduce gradients only after the last microbatch; they stay unsharded until then
 }
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An engine on the list."""
+    """An engine that `zcompile profile --engines` offers."""
 
     make: Callable[[nn.Module, Training, Mapping[str, Any]], Engine]
-    about: str  # what the help says of it
-    needs: Collection[str] = ()  # packages, and "cuda"
-    options: Collection[str] = ()  # those of the backend's options that it takes
-    others: Mapping[str, Collection[str]] = field(default_factory=dict)  # options of its own, and their values
-    environment: Mapping[str, str] = field(default_factory=dict)  # variables that its ranks have from their start
+    about: str  # its line in the help
+    needs: Collection[str] = ()  # installed packages; "cuda": a GPU
+    options: Collection[str] = ()  # options of the backend that it takes
+    others: Mapping[str, Collection[str]] = field(default_factory=dict)  # its other options, and their values
+    environment: Mapping[str, str] = field(default_factory=dict)  # environment variables of its ranks
 
     def missing(self, device: str) -> str | None:
-        """Why the engine cannot run on such a device, or None."""
+        """Return why the engine cannot run on this type of device, or None if it can."""
         if "cuda" in self.needs and device != "cuda":
             return "needs CUDA"
         if "deepspeed" in self.needs and not importlib.util.find_spec("deepspeed"):
@@ -106,8 +106,8 @@ ENGINES = {
 
 
 def find(name: str) -> tuple[Entry, dict[str, Any]]:
-    """The engine of a name such as "fsdp2" or "zcompile:transport=nccl:bucket_bytes=0", and the options in it."""
-    kind, *settings = re.split(r":(?=\w+(?:=|$))", name)  # not within JSON
+    """Return the engine and the options of a name such as "fsdp2" or "zcompile:transport=nccl:bucket_bytes=0"."""
+    kind, *settings = re.split(r":(?=\w+(?:=|$))", name)  # not at a colon within JSON
     if kind not in ENGINES:
         raise BadInput(f"no engine {kind!r}; there are {', '.join(ENGINES)}")
     options = dict(map(_option, settings))
@@ -129,12 +129,12 @@ def find(name: str) -> tuple[Entry, dict[str, Any]]:
 
 
 def names_of(text: str) -> list[str]:
-    """The engines of a list such as 'fsdp2,zcompile:skip_passes=["regather","bucket"]'."""
+    """Return the names of engines in a list such as 'fsdp2,zcompile:skip_passes=["regather","bucket"]'."""
     return list(ENGINES) if text == "all" else list(dict.fromkeys(re.split(r",(?![^\[{]*[\]}])", text)))
 
 
 def file_name(engine: str) -> str:
-    """A name for files that a shell need not quote, since compilers are called through one."""
+    """Return a name for files that needs no quotes in a shell, because compilers are called through a shell."""
     return re.sub(r"[^A-Za-z0-9+=._-]+", "-", engine)
 
 

@@ -1,4 +1,4 @@
-"""The pictures of a report. Each takes the results and draws one figure, or None if no engine has what it shows."""
+"""Draws the pictures of a report. A function returns None if no engine has the data that its picture shows."""
 
 import io
 from collections.abc import Callable, Mapping
@@ -13,12 +13,12 @@ Results = Mapping[str, Any]
 
 
 def finished(results: Results) -> dict[str, dict[str, Any]]:
-    """The engines that were measured."""
+    """Return the engines that were measured, by name."""
     return {name: engine for name, engine in results["engines"].items() if "step_ms" in engine}
 
 
 def svg_of(figure: Figure) -> str:
-    """The figure as an `svg` element."""
+    """Return the figure as an `svg` element."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()
@@ -31,7 +31,7 @@ def _plot(height: float) -> tuple[Figure, Axes]:
 
 
 def draw_step_time(results: Results) -> Figure:
-    """Stacked parts of a step, and over them the median and quartiles of the steps that were timed."""
+    """Draw the parts of a step as stacked bars, and over them the median and quartiles of the timed steps."""
     engines = finished(results)
     figure, axes = _plot(0.9 + 0.45 * len(engines))
     names = sorted(engines, key=lambda name: -engines[name]["step_ms"]["median"])
@@ -53,7 +53,7 @@ def draw_step_time(results: Results) -> Figure:
 
 
 def draw_memory(results: Results) -> Figure:
-    """The peak of each engine."""
+    """Draw the peak memory of each engine."""
     engines = finished(results)
     figure, axes = _plot(0.6 + 0.4 * len(engines))
     names = sorted(engines, key=lambda name: -engines[name]["peak_bytes"])
@@ -65,7 +65,7 @@ def draw_memory(results: Results) -> Figure:
 
 
 def draw_timeline(results: Results) -> Figure | None:
-    """One traced step of each engine, compute above communication, on one scale."""
+    """Draw one traced step of each engine, compute above communication, on one scale."""
     engines = {name: engine["parts"] for name, engine in finished(results).items() if engine["parts"]}
     if not engines:
         return None
@@ -83,7 +83,7 @@ def draw_timeline(results: Results) -> Figure | None:
 
 
 def draw_losses(results: Results) -> Figure:
-    """Losses of each engine that trains."""
+    """Draw the losses of each engine that trains."""
     figure, axes = _plot(3)
     for name, engine in finished(results).items():
         if name != "limit":  # it does not train
@@ -96,7 +96,7 @@ def draw_losses(results: Results) -> Figure:
 
 
 def draw_every_step(results: Results) -> Figure:
-    """The time of each timed step."""
+    """Draw the time of each timed step."""
     figure, axes = _plot(3)
     for i, (name, engine) in enumerate(finished(results).items()):
         for repeat, times in enumerate(engine["step_ms"]["all"]):
@@ -113,7 +113,7 @@ def _legend_above(axes: Axes, columns: int) -> None:
     axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=columns, frameon=False)
 
 
-# Of each picture its caption, and what draws it.
+# The caption of each picture, and the function that draws it.
 PICTURES: dict[str, tuple[str, Callable[[Results], Figure | None]]] = {
     "step_time": (
         "Where a step goes, on rank 0. The black marks are the steps that were timed, without a profiler.",

@@ -1,8 +1,9 @@
-"""Operations of a step and parameters of a model, counted on fake tensors: no memory, no values, no GPU.
+"""Counts the operations of a step and the parameters of a model, on fake tensors: no memory, no values, no GPU.
 
-MFU is the share of a GPU's peak that a model needs, not what an engine computes. So a forward and a backward of the
-unsharded model count, and neither what checkpoints compute again nor what a causal mask leaves out: 6N + 12Lds
-operations a token (arXiv:2204.02311, appendix B) for a decoder of L layers and N weights of matrices.
+MFU is the model's operations per second as a share of the GPU's peak. The model's operations are one forward and one
+backward of the unsharded model, for every engine: recomputation is not counted, and attention is counted in full, as if
+there were no causal mask. For a decoder of L layers, width d, sequence length s and N weights in matrices, that is
+6N + 12Lds operations per token (arXiv:2204.02311, appendix B).
 """
 
 import functools
@@ -21,10 +22,13 @@ from zcompile.profile.launch import Job
 
 
 def count_step(job: Job) -> dict[str, Any]:
-    """`parameters` of what `job` trains, `flops` of a step on one rank, and in `missing` why it has no flops.
+    """Count the parameters of the model of `job`, and the operations of a step on one rank.
+
+    Returns:
+        `parameters`, `flops` (None if they cannot be counted), and `missing`, the reason for this.
 
     Raises:
-        Exception: the model cannot be made of fake tensors, or is refused.
+        Exception: the model cannot be built on fake tensors, or the workload is not valid.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), triton_without_gpu():
         workload = load(job.model, job.module, job.sequences, job.tokens, checkpointing=False)
@@ -32,25 +36,25 @@ def count_step(job: Job) -> dict[str, Any]:
         counted["parameters"] = sum(parameter.numel() for parameter in workload.model.parameters())
         try:
             counted["flops"] = flops_of(workload, job.precision) * job.accumulation
-        except Exception as error:  # whatever it is, the model may train
+        except Exception as error:  # the model may train nevertheless
             counted["missing"] = [missing_flops(f"{type(error).__name__}: {error}")]
     return counted
 
 
 def missing_flops(reason: str) -> str:
-    """The entry of `missing` for a model whose operations cannot be counted."""
+    """Return the entry of `missing` for a model whose operations cannot be counted."""
     return f"MFU, because operations cannot be counted ({(reason.strip() or 'no reason').splitlines()[0]})"
 
 
 def flops_of(workload: Workload, precision: str) -> int:
-    """Operations of a forward and a backward of one batch; a multiply-add is two."""
+    """Count the operations of forward and backward of one batch. A multiply-add counts as two."""
     batch = workload.batch(0, 0)
-    if precision == "bf16":  # as engines cast: grouped matmuls take nothing wider
+    if precision == "bf16":  # as engines cast; grouped matmuls take bf16 alone
         for parameter in workload.model.parameters():
             parameter.data = parameter.data.bfloat16()
         batch = tree_map_only(torch.Tensor, lambda each: each.bfloat16() if each.is_floating_point() else each, batch)
     formulas = {torch.ops.aten._grouped_mm: grouped_product_flops}
-    with sdpa_kernel(SDPBackend.MATH):  # two matmuls; formulas of kernels count the backward's recomputation, too
+    with sdpa_kernel(SDPBackend.MATH):  # two matmuls; formulas of fused kernels count recomputation, too
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast")
         with FlopCounterMode(display=False, custom_mapping=formulas) as forward, autocast:
             loss = workload.model(batch)
@@ -61,17 +65,17 @@ def flops_of(workload: Workload, precision: str) -> int:
 
 
 def grouped_product_flops(left: torch.Size, right: torch.Size, *_: Any, **__: Any) -> int:
-    """Operations of `aten._grouped_mm`, for which torch has no formula. Each row meets the matrix of one group.
+    """Count the operations of `aten._grouped_mm`, for which torch has no formula.
 
-    Rows [m, k] with [g, k, n], gradients of matrices [m, k] with [k, n], or [g, m, k] with [k, n]. Only the product of
-    two stacks, [g, m, k] with [g, k, n], has g products of that size.
+    They are 2mkn for shapes [m, k] x [g, k, n], where each row is multiplied by its group's matrix, [m, k] x [k, n]
+    (gradients of the matrices) and [g, m, k] x [k, n]; g times as many for [g, m, k] x [g, k, n].
     """
     products = left[0] if len(left) == len(right) == 3 else 1
     return 2 * products * left[-2] * left[-1] * right[-1]
 
 
 def _unless_recomputed(formula: Callable[..., int]) -> Callable[..., int]:
-    """The formula, but 0 where a checkpoint computes again, which it does in backward and with gradients enabled."""
+    """Return `formula`, but 0 for a checkpoint's recomputation: in backward, it alone runs with gradients enabled."""
 
     @functools.wraps(formula)
     def counted(*args: Any, **kwargs: Any) -> int:

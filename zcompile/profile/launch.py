@@ -1,4 +1,4 @@
-"""A run of one engine: starts its ranks in fresh processes, and tells how they ended."""
+"""Runs one engine: starts its ranks in new processes, and returns their result or the error."""
 
 import contextlib
 import json
@@ -16,13 +16,13 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from zcompile.profile.engines import file_name, find
 
-PARENT = "ZCOMPILE_PROFILER_PID"  # the environment variable that says which process starts a worker
-LOG_LINES = 200  # of a rank's log that are searched for its last words
+PARENT = "ZCOMPILE_PROFILER_PID"  # environment variable: process id of the launcher
+LOG_LINES = 200  # last lines of a rank's log, which are searched for an error
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run of one engine: the command's options, and from `engine` on what `compare` sets for each run."""
+    """One run of one engine: the command's options and, from `engine` on, fields that `compare` sets for each run."""
 
     device: str
     ranks: int
@@ -40,17 +40,17 @@ class Job:
     timeout_s: float
     untraced: bool  # whether no run traces steps
     keep_trace: bool
-    engine: str = ""  # none in a process that counts what `flops.count_step` does
-    trace: bool = False  # whether this run does, as the first of an engine
+    engine: str = ""  # empty in a process that runs `flops.count_step` alone
+    trace: bool = False  # whether this run traces steps, as the first run of an engine does
     folder: str = ""  # where results, errors and traces go
-    cache: str = ""  # a folder for what Inductor compiles, empty at an engine's first run
+    cache: str = ""  # Inductor's cache folder, empty at an engine's first run
 
     def file(self, name: str) -> Path:
         return Path(self.folder) / name
 
     @property
     def kept_trace(self) -> Path:
-        """The file of this engine's trace in the folder of the report."""
+        """Path of this engine's trace in the folder of the report."""
         return Path(self.folder).parents[1] / f"{file_name(self.engine)}.trace.json.gz"
 
 
@@ -59,7 +59,7 @@ class Failed(Exception):
 
 
 def run(job: Job) -> dict[str, Any]:
-    """The `Result` of `job`, as JSON.
+    """Run `job`, and return the result of rank 0, see `worker.Run.run`.
 
     Raises:
         Failed: a rank crashed or was killed, or there was no result within `job.timeout_s`.
@@ -68,7 +68,7 @@ def run(job: Job) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier comparison
     folder.mkdir(parents=True)
     for lock in _extensions(job).glob("*/lock"):
-        lock.unlink()  # of a rank that was killed while it built an extension: the next would wait for it for ever
+        lock.unlink()  # of a rank that was killed while it built an extension: other ranks would wait forever
     file = folder / "job.json"
     file.write_text(json.dumps(asdict(job)))
     processes: list[subprocess.Popen[bytes]] = []
@@ -87,7 +87,7 @@ def run(job: Job) -> dict[str, Any]:
     if not result.exists():
         raise failed or Failed(f"the ranks ended without a result: {_last_words(job, 0)}")
     measured = json.loads(result.read_text())
-    if failed:  # when all else was measured
+    if failed:  # after the measurement
         measured["missing"].append(f"{'end without an error' if measured['plan'] else 'plan'} ({failed})")
     return measured
 
@@ -104,7 +104,7 @@ def _start(job: Job, file: Path, rank: int, port: int) -> subprocess.Popen[bytes
     }
     environment |= find(job.engine)[0].environment if job.engine else {}
     environment.setdefault("OMP_NUM_THREADS", "1")
-    environment["TORCHINDUCTOR_CACHE_DIR"] = job.cache  # without what others, or earlier comparisons, compiled
+    environment["TORCHINDUCTOR_CACHE_DIR"] = job.cache  # without code of other engines or earlier comparisons
     environment["TORCH_EXTENSIONS_DIR"] = str(_extensions(job))
     with open(job.file(f"rank-{rank}.log"), "wb") as log:
         command = [sys.executable, "-m", "zcompile.profile.worker", str(file)]
@@ -112,7 +112,7 @@ def _start(job: Job, file: Path, rank: int, port: int) -> subprocess.Popen[bytes
 
 
 def _extensions(job: Job) -> Path:
-    """Where DeepSpeed builds its ops. Not where the user's are: a killed rank may leave a lock."""
+    """Return the folder where DeepSpeed builds its ops: not the user's, since a killed rank may leave a lock in it."""
     return Path(job.folder).parent / "extensions"
 
 
@@ -120,13 +120,13 @@ def _wait(job: Job, processes: list[subprocess.Popen[bytes]]) -> None:
     deadline = time.monotonic() + job.timeout_s
     while any(process.poll() is None for process in processes):
         if any(process.poll() for process in processes):
-            time.sleep(1.0)  # others may be about to say what is wrong
+            time.sleep(1.0)  # other ranks may be about to report the cause
             break
         if time.monotonic() > deadline:
             raise Failed(f"no result within {job.timeout_s:.0f} s: {_last_words(job, 0)}")
         time.sleep(0.05)
     for rank, process in enumerate(processes):
-        if process.returncode and process.returncode < 0:  # before errors: others complain that it is gone
+        if process.returncode and process.returncode < 0:  # before the errors of ranks that miss it
             raise Failed(
                 f"rank {rank} was killed by {signal.Signals(-process.returncode).name}: {_last_words(job, rank)}"
             )
@@ -146,7 +146,7 @@ def _last_words(job: Job, rank: int) -> str:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill it with all that it started."""
+    """Kill a rank and all processes that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

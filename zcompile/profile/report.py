@@ -1,4 +1,4 @@
-"""What was measured as a table, pictures, and one page that holds both."""
+"""Reports the results as a table, as pictures, and as one page with both."""
 
 import json
 from collections.abc import Mapping
@@ -12,23 +12,24 @@ from zcompile.explanation.explanation import table_text
 from zcompile.explanation.workloads import BadInput
 from zcompile.profile.figures import PICTURES, Results, finished, svg_of
 
-# If the host takes this share of a step to issue it, the GPU may wait for it; unless a trace has it idle for less.
+# The GPU may wait for the host if issuing a step takes HOST_BOUND of its time, unless a trace shows less than IDLE of
+# the step as idle.
 HOST_BOUND, IDLE = 0.9, 0.05
 
 
 def absent(results: Results) -> dict[str, str]:
-    """The engines that were not measured, and why."""
+    """Return the engines that were not measured, with the reasons."""
     why = {name: engine.get("failed") or engine.get("skipped") for name, engine in results["engines"].items()}
     return {name: reason for name, reason in why.items() if reason}
 
 
 def predictions(results: Results) -> list[str]:
-    """Sentences: each plan beside what was measured, hosts that GPUs may wait for, settings, and what is missing."""
+    """Return sentences: each plan beside its measurement, slow hosts, settings, and missing measurements."""
     sentences = []
     for name, engine in finished(results).items():
         if plan := engine.get("plan"):
             measured = f"{engine['step_ms']['median']:.1f} ms"
-            if results["workload"]["device"] == "cuda":  # on CPUs, a process has more memory than a step takes
+            if results["workload"]["device"] == "cuda":  # on CPUs, resident memory is more than that of a step
                 measured += f" and {engine['peak_bytes'] / 2**20:,.0f} MiB"
             sentences.append(
                 f"The plan of {name} predicted a step of {plan['step_ms']:.1f} ms and "
@@ -54,7 +55,7 @@ def _about_host(name: str, engine: Mapping[str, Any]) -> list[str]:
 
 
 def rows(results: Results) -> tuple[list[str], list[list[str]]]:
-    """The table: its head, and a row of text for each engine that was measured, the fastest first."""
+    """Return the table: its head, and a row of text for each measured engine, the fastest first."""
     on_gpu = results["workload"]["device"] == "cuda"
     peak = "peak GiB" if on_gpu else "peak GiB (resident)"
     head = ["engine", "step ms", "x limit", "tokens/s", peak, "wire GiB", "first step s", "exposed", "idle"]
@@ -83,7 +84,7 @@ def _row(name: str, engine: Mapping[str, Any], on_gpu: bool) -> list[str]:
 
 
 def table(results: Results) -> str:
-    """The same for a terminal."""
+    """Return the table of `rows` as text for a terminal."""
     head, body = rows(results)
     return table_text(head[0], head[1:], body)
 
@@ -97,7 +98,7 @@ def title(results: Results) -> str:
 
 
 def clear(folder: Path) -> None:
-    """Remove an earlier report. Make the folder."""
+    """Make the folder, and remove an earlier report from it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("results.json", "report.html", *(f"{picture}.png" for picture in PICTURES)):
@@ -111,7 +112,7 @@ def clear(folder: Path) -> None:
 def write(results: Results, folder: Path) -> list[Path]:
     """Write `results.json`, each picture as a PNG, and last `report.html`, which needs no other file.
 
-    All of it is made from `results`, so a report can be made again from its `results.json`.
+    `results` is the only input, so a report can be made again from its `results.json`. Returns the paths.
     """
     written = [folder / "results.json"]
     written[0].write_text(json.dumps(results) + "\n")

@@ -1,4 +1,4 @@
-"""The memory of a process, sampled: what there is to measure on a CPU."""
+"""Samples the memory of a process, for peaks on CPUs."""
 
 import threading
 from typing import Any
@@ -7,7 +7,7 @@ INTERVAL_S = 0.005
 
 
 class ResidentMemory:
-    """Resident memory of this process, beyond what there was when this was made; the most while it is entered."""
+    """Samples resident memory in a `with` block: `peak_bytes` is the most, minus the memory when this was made."""
 
     def __init__(self) -> None:
         import psutil

@@ -1,4 +1,4 @@
-"""The parts of a step, and the bytes that it sends, read from a trace of torch.profiler."""
+"""Reads the parts of a step, and its bytes on the wire, from a trace of torch.profiler."""
 
 import math
 from collections import Counter
@@ -7,38 +7,38 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 STEP = "zcompile.profile::step"
-GAPS = 1000  # of a step: what is shorter is no pixel of a picture
+GAPS = 1000  # per step: a gap shorter than 1 / GAPS of a step is too short to draw
 MESSAGES = ("gloo:send", "gloo:recv")
-# How ops begin in which a CPU rank waits for others. Some waits, as FSDP2's, are in no op.
+# Prefixes of ops in which a CPU rank waits for others. Some waits, such as FSDP2's, are in no op.
 HOST_WAITS = ("c10d::", "zcompile::gather", "zcompile::reduce", "_c10d_functional::wait_tensor")
 
 # Bytes of a dtype, by its names in the events of gloo and of NCCL.
 BYTES = {"double": 8, "long int": 8, "long": 8, "float": 4, "int": 4, "half": 2, "bfloat16": 2}
-ONE_TO_ALL = ("broadcast", "barrier", "wait", "init", "send", "recv")  # what sets up or waits
-SENT = "gloo:send"  # to one of the others, of zcompile on CPUs
+ONE_TO_ALL = ("broadcast", "barrier", "wait", "init", "send", "recv")  # not counted as collectives of a step
+SENT = "gloo:send"  # a message of zcompile to one other rank, on CPUs
 
-Interval = tuple[float, float]  # us, as in the trace, unless said otherwise
+Interval = tuple[float, float]  # (begin, end), us as in the trace unless noted otherwise
 Event = dict[str, Any]  # of a trace
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Of one step, ms. Compute, exposed and idle add up to it. Communication is what was on the wire at all."""
+    """The parts of one step, ms: compute + exposed + idle = step. Communication is exposed or beside compute."""
 
     step_ms: float
-    traced_ms: float  # what the step took while it was traced
+    traced_ms: float  # step time while it was traced
     compute_ms: float
     communication_ms: float
     exposed_ms: float
     idle_ms: float
-    # "compute" and "communication" of about the last traced step, ms since it began.
+    # Intervals of "compute" and "communication" in about the last traced step, ms since it began.
     timeline: dict[str, list[Interval]]
 
     def at_speed(self, timed_ms: float) -> "Parts":
-        """The parts of a step that took `timed_ms` without tracing.
+        """Return the parts of a step that took `timed_ms` without tracing.
 
-        Tracing slows a GPU's host, and with it what waits for a host: idle time, and transfers in which a rank waits
-        for the host of another rank. It does not slow compute.
+        Tracing slows the host of a GPU. That lengthens idle time, and transfers in which a rank waits for the host of
+        another rank, but not compute. So compute is kept, and the other parts are shortened.
         """
         left_ms = max(timed_ms - self.compute_ms, 0.0)
         exposed_ms = min(self.exposed_ms, left_ms)
@@ -46,15 +46,15 @@ class Parts:
 
 
 def parts_of_step(trace: dict[str, Any], count: int) -> Parts:
-    """Means over the `count` traced steps, which follow each other without a gap.
+    """Return the parts of a step, means over the `count` traced steps, which follow each other without a gap.
 
-    On a GPU the steps last from the first thing that it does to the last. Compute is what runs on the busiest stream,
-    but for NCCL's kernels and zcompile's. Communication is those kernels and whatever runs on other streams: copies
-    between devices, the packing for them, casts and sums. In a CUDA graph the driver chooses streams, so all kernels
-    are compute there, but for those and the driver's own, which copy. On a CPU, communication is gloo's work on its
-    threads and the waits of zcompile's ops. Events of zcompile's messages do not count, because they last until the
-    wait.
-    Compute is aten's ops and compiled graphs, but for such waits.
+    On a GPU, the steps last from its first event to its last. Compute is all events on the busiest stream but NCCL's
+    and zcompile's kernels. Communication is these kernels and all events on other streams: copies between devices,
+    packing, casts and sums. In a CUDA graph the driver chooses the streams, so there compute is all kernels but NCCL's,
+    zcompile's, and those of the driver, which copy.
+
+    On a CPU, communication is gloo's work on its threads and the waits of zcompile's ops, without gloo's events for
+    zcompile's messages, which last until the wait. Compute is aten's ops and compiled graphs, without these waits.
     """
     device = [event for event in trace["traceEvents"] if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if device:
@@ -91,7 +91,7 @@ def parts_of_step(trace: dict[str, Any], count: int) -> Parts:
 
 
 def drawn(intervals: list[Interval], step: Interval) -> list[Interval]:
-    """What of `intervals` lies in `step`, in ms since it began, to the us and without gaps too small to see."""
+    """Clip `intervals` to `step`, in ms since it began, rounded to us, and close gaps that are too short to see."""
     gap = (step[1] - step[0]) / GAPS
     widened = union((begin, end + gap) for begin, end in clip(intervals, step))
     return [(round((begin - step[0]) / 1e3, 3), round((end - gap - step[0]) / 1e3, 3)) for begin, end in widened]
@@ -102,12 +102,12 @@ def is_nccl(event: Event) -> bool:
 
 
 def is_ours(event: Event) -> bool:
-    """Whether it is a kernel of zcompile's. But for the optimizer's, all of them move, cast or add up what travels."""
+    """Return whether it is a kernel of a transfer: all of zcompile's kernels but AdamW move, cast or sum tensors."""
     return "zcompile::" in event["name"] and "adam_kernel" not in event["name"]
 
 
 def busiest_stream(device: list[Event]) -> int:
-    """The stream with most time in kernels that are not NCCL's."""
+    """Return the stream with the most time in kernels that are not NCCL's."""
     busy: Counter[int] = Counter()
     for event in device:
         if event["cat"] == "kernel" and not is_nccl(event):
@@ -116,7 +116,7 @@ def busiest_stream(device: list[Event]) -> int:
 
 
 def graph_launches(events: list[Event]) -> set[int]:
-    """Correlation ids of the launches of CUDA graphs, which the kernels and copies of these graphs have, too."""
+    """Return the correlation ids of the launches of CUDA graphs. Kernels and copies of a graph have the same id."""
     return {event["args"]["correlation"] for event in events if event.get("name") == "cudaGraphLaunch"}
 
 
@@ -125,7 +125,7 @@ def interval(event: Event) -> Interval:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points as disjoint intervals, in order."""
+    """Merge intervals into disjoint ones that cover the same points, in order."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -136,15 +136,15 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def clip(intervals: list[Interval], to: Interval) -> list[Interval]:
-    """What of disjoint intervals lies inside `to`."""
+    """Clip disjoint intervals to `to`."""
     cut = [(max(begin, to[0]), min(end, to[1])) for begin, end in intervals]
     return [(begin, end) for begin, end in cut if begin < end]
 
 
 def subtract(intervals: list[Interval], others: list[Interval]) -> list[Interval]:
-    """What of disjoint, ordered intervals lies in none of `others`, which are so too."""
+    """Remove `others` from `intervals`. Both are disjoint and ordered, and so is the result."""
     left: list[Interval] = []
-    depth, since = 0, 0.0  # in how many of `intervals` less those of `others` all times since then are
+    depth, since = 0, 0.0  # open `intervals` minus open `others`, from time `since` on
     changes = [change for begin, end in intervals for change in ((begin, 1), (end, -1))]
     changes += [change for begin, end in others for change in ((begin, -1), (end, 1))]
     for time, change in sorted(changes):
@@ -159,12 +159,14 @@ def length(intervals: list[Interval]) -> float:
 
 
 def wire_bytes(trace: dict[str, Any], ranks: int) -> int:
-    """Bytes of unsharded tensors that this rank gathered and reduced in all of the trace.
+    """Return the bytes of unsharded tensors that this rank gathered and reduced in the whole trace.
 
-    They are outputs of all-gathers, and inputs of reduce-scatters, all-reduces and all-to-alls. `zcompile.stats`
-    counts the same, without what else an engine sends, such as norms of gradients. What really crosses a link is
-    (W - 1) / W of it, and twice that of an all-reduce. Messages are what crosses. `ranks` is W of the groups in which
-    gloo gathers, whose events do not tell.
+    These tensors are outputs of all-gathers, and inputs of reduce-scatters, all-reduces and all-to-alls.
+    `zcompile.stats` counts the same, without other collectives such as norms of gradients. With W ranks, (W - 1) / W of
+    the bytes cross a link, twice as many for an all-reduce. A message of zcompile counts by the bytes that cross.
+
+    Args:
+        ranks: W. Events of gloo's all-gathers do not contain it.
     """
     total = sent = 0
     for event in trace["traceEvents"]:

@@ -1,6 +1,6 @@
 """Engines of torch alone: FSDP2, DDP, SimpleFSDP, one rank without sharding, and the limit that no engine can pass.
 
-Those called tuned have the strongest settings that this torch has, each named in `Engine.settings`.
+Engines named "tuned" have the fastest settings of this torch, which `Engine.settings` lists.
 """
 
 import importlib.util
@@ -20,9 +20,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from zcompile.profile.engine import Engine
 
-ZERO_CTA_POLICY = {"NCCL_CTA_POLICY": "2"}  # gathers by copy engines, where their buffers are symmetric memory
+ZERO_CTA_POLICY = {"NCCL_CTA_POLICY": "2"}  # copy engines gather between buffers in symmetric memory
 PREFETCHED_BLOCKS = 2
-INPUT_BUFFERS = 2  # of reduces
+INPUT_BUFFERS = 2  # of reduce-scatters
 # Settings of torch._inductor.config.aten_distributed_optimizations.
 OVERLAP = (
     "enable_overlap_scheduling",
@@ -47,7 +47,7 @@ class Limit(Engine):
     def make_optimizer(self) -> torch.optim.Optimizer:
         parameters = list(self.model.parameters())
         share = sum(parameter.numel() for parameter in parameters) // dist.get_world_size()
-        state = nn.Parameter(torch.randn(share, device=parameters[0].device))  # on zeros Adam takes another time
+        state = nn.Parameter(torch.randn(share, device=parameters[0].device))  # not zeros, which change Adam's time
         state.grad = torch.randn_like(state)
         return self.adamw([state])
 
@@ -59,7 +59,7 @@ class Limit(Engine):
 class MainParameters(Engine):
     """One rank and nothing sharded: the model compiled whole, with bf16 copies of fp32 main parameters.
 
-    What other engines can be compared with on one rank: unlike `Limit`, it takes steps that train the model.
+    The baseline of other engines on one rank: unlike `Limit`, it trains the model.
     """
 
     casts_inputs = False
@@ -92,7 +92,7 @@ class MainParameters(Engine):
 
 
 class CompiledGraphs(MainParameters):
-    """The same, with Inductor's CUDA graphs."""
+    """`MainParameters` with Inductor's CUDA graphs."""
 
     mode = "reduce-overhead"
 
@@ -103,12 +103,12 @@ class Ddp(Engine):
 
     def accumulate(self, batches: list[Any], share: float) -> list[torch.Tensor]:
         assert isinstance(self.model, DistributedDataParallel)
-        with self.model.no_sync():  # gradients are summed over ranks once
+        with self.model.no_sync():  # only the last backward all-reduces
             losses = super().accumulate(batches[:-1], share)
         return losses + super().accumulate(batches[-1:], share)
 
     def autocasts(self) -> bool:
-        return self.training.precision != "fp32"  # it has no other way
+        return self.training.precision != "fp32"  # DDP does not cast otherwise
 
 
 class Fsdp2(Engine):
@@ -136,7 +136,7 @@ class Fsdp2(Engine):
 
 
 class Fsdp2Compile(Fsdp2):
-    """FSDP2 with each block compiled, as its users do."""
+    """FSDP2 with each block compiled, as its users compile it."""
 
     def prepare(self, model: nn.Module) -> nn.Module:
         for block in blocks_of(model):
@@ -145,7 +145,7 @@ class Fsdp2Compile(Fsdp2):
 
 
 class Fsdp2Tuned(Fsdp2Compile):
-    """FSDP2 with compiled blocks and all that its users can set.
+    """FSDP2 with compiled blocks and all settings that may make it faster.
 
     Gathers from symmetric memory, reduces on a communicator of their own from two input buffers, two blocks prefetched
     each way, and no reshard of the last block after its forward.
@@ -179,7 +179,7 @@ class Fsdp2Tuned(Fsdp2Compile):
 
 
 class SimpleFsdp(Engine):
-    """Reading a parameter computes a gather, so that one graph has all gathers (arXiv:2411.00284).
+    """SimpleFSDP (arXiv:2411.00284): each read of a parameter computes an all-gather, so one graph has all of them.
 
     Inductor orders them.
     """
@@ -189,7 +189,7 @@ class SimpleFsdp(Engine):
     def prepare(self, model: nn.Module) -> nn.Module:
         mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
         unsharded = Unsharded(torch.bfloat16 if self.training.precision == "bf16" else None)
-        sharded: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay so
+        sharded: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
         for module in list(model.modules()):
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if parameter not in sharded:
@@ -246,7 +246,7 @@ def _gather_again() -> tuple[Any, Any]:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """What FSDP2 shards and compiles one by one: members of the outermost lists and sequences, else the model."""
+    """Return the modules to shard one by one: members of outermost `ModuleList`s and `Sequential`s, or the model."""
 
     def inside(module: nn.Module) -> list[nn.Module]:
         blocks: list[nn.Module] = []

@@ -1,4 +1,4 @@
-"""One rank of one engine, in a process of its own: trains, measures, and writes what it measured.
+"""One rank of one engine, in a process of its own: trains, measures, and writes the results.
 
 `launch.py` runs it with the usual variables of torch.distributed and the path of a `Job` as JSON.
 """
@@ -33,9 +33,9 @@ from zcompile.profile.timeline import STEP, Parts, parts_of_step, wire_bytes
 
 TRACED_STEPS = 3
 HOST_STEPS = 3
-MOST_TRACES = 3  # until one is as fast as steps that are not traced
-SLOWER = 1.05  # a trace that took so much longer shows another step
-RECORDED_STEPS = 2  # of the trace that may be kept
+MOST_TRACES = 3  # taken until one is as fast as untraced steps
+SLOWER = 1.05  # a trace whose steps take longer by this factor is repeated
+RECORDED_STEPS = 2  # in the trace that may be kept
 
 
 class Run:
@@ -56,11 +56,11 @@ class Run:
         self.losses: list[torch.Tensor] = []
 
     def run(self) -> dict[str, Any]:
-        """Warm up, time, and only then trace.
+        """Warm up, time steps, and then trace steps.
 
         Returns:
-            On rank 0, the engine's entry of `results.json` but for its plan. Times of steps are those of the slowest
-            rank, all else is of rank 0. What is None has no meaning here or could not be measured.
+            On rank 0, the engine's entry of `results.json` without its plan. Step times are those of the slowest rank,
+            other values those of rank 0. A value is None if it does not apply or could not be measured.
         """
         first_step_s = self.warm_up()
         dist.barrier()
@@ -78,7 +78,7 @@ class Run:
             "tokens": self.workload.tokens and self.workload.tokens * self.job.accumulation * self.job.ranks,
             "parts": None,
             "plan": None,
-            "missing": [],  # what could not be measured, and why
+            "missing": [],  # measurements that failed, and why
             "about": f"{self.job.ranks} x {torch.cuda.get_device_name() if self.cuda else 'CPU'}",
             "settings": self.engine.ran_with(),
             "versions": {"torch": torch.__version__},
@@ -104,7 +104,7 @@ class Run:
             torch.cuda.synchronize()
 
     def warm_up(self) -> float:
-        """Seconds of the first step, in which most engines that compile do so."""
+        """Run the warm-up steps. Returns the seconds of the first one, in which most engines compile."""
         begin = time.perf_counter()
         self.step()
         self.synchronize()
@@ -115,7 +115,7 @@ class Run:
         return first_step_s
 
     def timed_with_memory(self) -> tuple[list[float], int]:
-        """Times of steps of the slowest rank, and the most bytes in use at once meanwhile."""
+        """Return step times of the slowest rank, ms, and the peak memory of this rank during the steps, bytes."""
         if self.resident is not None:
             with self.resident as resident:
                 step_ms = self.timed(self.job.steps)
@@ -125,7 +125,7 @@ class Run:
         return step_ms, torch.cuda.max_memory_allocated() + self.engine.extra_bytes()
 
     def timed(self, count: int) -> list[float]:
-        """Times of `count` steps, ms. On a GPU they are times between events, so that the host may run ahead."""
+        """Run `count` steps. Returns their times, ms; on a GPU by CUDA events, so that the host may run ahead."""
         if not self.cuda:
             times = [time.perf_counter()]
             for _ in range(count):
@@ -141,17 +141,17 @@ class Run:
         return [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
 
     def of_slowest_rank(self, step_ms: list[float]) -> list[float]:
-        """The times of the rank whose median is the greatest.
+        """Return the step times of the rank with the largest median.
 
-        Ranks that exchange anything all take that long. Where nothing keeps them together, as in compute alone, some
-        GPUs are faster than others.
+        Ranks that communicate all take about that long. Without communication, as in the engine "limit", some GPUs are
+        faster than others.
         """
         of_ranks: list[list[float]] = [[]] * self.job.ranks
         dist.all_gather_object(of_ranks, step_ms)
         return max(of_ranks, key=statistics.median)
 
     def host_ms(self) -> float:
-        """The median of a few steps, which all ranks begin together."""
+        """Return the host's time to issue a step, ms: the median of a few steps that all ranks begin together."""
         issued_ms: list[float] = []
         for _ in range(HOST_STEPS):
             batches = self.batches()
@@ -169,9 +169,9 @@ class Run:
         return (losses / self.job.ranks).tolist()
 
     def parts(self, timed_ms: float) -> Parts:
-        """The parts of a step, from the fastest of a few traces.
+        """Return the parts of a step, from the fastest of a few traces.
 
-        Tracing ends with the first trace that is about as fast on rank 0 as the timed steps.
+        The first trace that is about as fast on rank 0 as the timed steps is the last one.
         """
         traces: list[Parts] = []
         again = [True]
@@ -183,8 +183,8 @@ class Run:
         return fastest.at_speed(timed_ms) if self.cuda else fastest
 
     def traced(self) -> Parts:
-        """A trace of some steps. All ranks profile, so that none waits for one that does."""
-        # What a GPU does is enough: to record every op slows the host, which then leaves the GPU idle.
+        """Trace some steps. All ranks trace, because a rank without tracing would wait for slower ones."""
+        # Events of the GPU are enough. Recording every op as well would slow the host, and the GPU would idle.
         activities = [ProfilerActivity.CUDA if self.cuda else ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities) as profiler:
             for _ in range(TRACED_STEPS):
@@ -196,10 +196,10 @@ class Run:
         return parts_of_step(json.loads(file.read_text()), TRACED_STEPS)
 
     def record(self, measured: dict[str, Any]) -> None:
-        """Add bytes on the wire to what rank 0 measured, and keep the trace if the job says so.
+        """Add the bytes on the wire to `measured` on rank 0, and keep the trace if the job says so.
 
-        They come from a second trace, with shapes, which would disturb the times of the first. Traces differ between
-        versions of torch, so what cannot be read from one is added to `missing`.
+        The bytes come from a second trace, because recording shapes would slow the steps of the first. Versions of
+        torch write different traces; if the bytes cannot be read, `missing` gets the reason.
         """
         with torch.profiler.profile(record_shapes=True) as profiler:
             for _ in range(RECORDED_STEPS):
@@ -221,13 +221,13 @@ class Run:
             measured["missing"].append(f"count of bytes on the wire ({type(error).__name__}: {error})")
 
     def planned(self) -> PlannedStep | None:
-        """What zcompile's plan predicts. All ranks trace the model again."""
+        """Return the prediction of zcompile's plan, None if there is none. All ranks trace the model again."""
         explained = self.engine.explain(self.batches()[0]) if self.job.trace else None
         return step_of(explained, self.job.accumulation) if explained else None
 
 
 def _to(batch: Any, device: str) -> Any:
-    """The batch on the device. From pinned memory, so that the host may run ahead."""
+    """Move a batch to the device, from pinned memory, so that the host may run ahead."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if device == "cpu" or tensor.is_cuda:
@@ -238,11 +238,11 @@ def _to(batch: Any, device: str) -> Any:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends, however that comes (Linux)."""
+    """Have the kernel (Linux) kill this process when the process that started it ends for any reason."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != int(os.environ[PARENT]):  # it ended before
+    if os.getppid() != int(os.environ[PARENT]):  # it has ended already
         sys.exit(1)
 
 
@@ -254,7 +254,7 @@ def _write(measured: dict[str, Any], job: Job) -> None:
 
 
 def main() -> None:
-    """Run the job of `sys.argv[1]`. An error goes to a file in the job's folder, where `launch` looks."""
+    """Run the job of `sys.argv[1]`. An error is written to a file in the job's folder, which launch.py reads."""
     _end_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     rank = int(os.environ["RANK"])
@@ -271,14 +271,14 @@ def main() -> None:
         run = Run(job)
         measured = run.run()
         _write(measured, job)
-        measured["plan"] = run.planned()  # last: if a rank fails here, while others wait for it, nothing else is lost
+        measured["plan"] = run.planned()  # last: if a rank fails here, the measurements are already written
         _write(measured, job)
         dist.barrier()
     except BaseException as error:
         traceback.print_exc()
         last = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         job.file(f"error-{rank}.json").write_text(json.dumps({"time_s": time.time(), "rank": rank, "error": last}))
-        os._exit(1)  # not the orderly way, in which other ranks' collectives are waited for
+        os._exit(1)  # an orderly exit would wait for collectives of other ranks
     dist.destroy_process_group()
 
 

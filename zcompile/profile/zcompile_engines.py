@@ -1,4 +1,4 @@
-"""zcompile, compiled and not."""
+"""Engines of zcompile, eager and compiled."""
 
 from typing import Any
 
@@ -33,11 +33,11 @@ class Eager(Engine):
 
     @property
     def settings_of_backend(self) -> dict[str, Any]:
-        """The options that `torch.compile` takes."""
+        """The options of the engine that `torch.compile` takes."""
         return {name: value for name, value in self.options.items() if name not in ("offload", "gather_dtype")}
 
     def units_of(self, model: nn.Module) -> list[nn.Module] | None:
-        """As `shard` takes them."""
+        """Return the argument `units` of `zcompile.shard`."""
         return None
 
     def extra_bytes(self) -> int:
@@ -66,7 +66,7 @@ class EagerUnits(Eager):
 
 
 class EagerCompile(Eager):
-    """Each block compiled by Inductor, as FSDP2's users do."""
+    """Each block compiled by Inductor, as FSDP2's users compile them."""
 
     def prepare(self, model: nn.Module) -> nn.Module:
         for block in blocks_of(model):
@@ -91,13 +91,13 @@ class Zcompile(Eager):
         return model
 
     def explain(self, batch: Any) -> Explanation | None:
-        if "offload" in self.options:  # predictions have the moments on the GPU, and the step without copies
+        if "offload" in self.options:  # predictions assume that moments are on the GPU
             return None
         with torch.autocast(self.device, torch.bfloat16, enabled=self.autocasts()):
             return zcompile.explain(self.model, batch, options=self.settings_of_backend)
 
 
 def counted_bytes(model: nn.Module) -> int:
-    """What a model sharded by zcompile gathered and reduced so far."""
+    """Return the bytes that a model sharded by zcompile gathered and reduced so far."""
     counts = zcompile.stats(model)
     return sum(counts["gathered_bytes"].values()) + sum(counts["reduced_bytes"].values())
