@@ -1,4 +1,4 @@
-"""Hashes of what decides how graphs are planned: ranks compare one, and Inductor's caches are keyed by the other."""
+"""Hashes of zcompile's code: ranks compare `source_hash`, and keys of Inductor's caches contain `cache_key`."""
 
 import functools
 import hashlib
@@ -9,7 +9,7 @@ from zcompile import _C
 
 @functools.cache
 def source_hash() -> str:
-    """SHA-256 of all Python files of the package, passes among them. Hosts that built the extension apart share it."""
+    """Return the SHA-256 of all Python files, with passes: equal on hosts that built the extension separately."""
     root = Path(__file__).parent
     sources = {path.resolve() for folder in (root, root / "passes") for path in folder.rglob("*.py")}
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources))).hexdigest()
@@ -17,6 +17,6 @@ def source_hash() -> str:
 
 @functools.cache
 def cache_key() -> str:
-    """The same with the extension, whose ops compiled programs call. Hashing it takes about 2 ms."""
+    """Return `source_hash` and the SHA-256 of the extension, whose ops compiled code calls. Takes about 2 ms."""
     extension = hashlib.sha256(Path(_C.__file__).read_bytes()).hexdigest()
     return f"{source_hash()} {extension}"

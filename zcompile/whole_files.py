@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever ends the process that writes them."""
+"""Writes files atomically: a reader sees the whole file or none, even if the writing process is killed."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file that its owner alone may write, and that the umask lets read."""
+    """Write `data` to `path` atomically. Only the owner may write the file; the umask limits its readers."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)

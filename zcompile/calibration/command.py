@@ -1,4 +1,4 @@
-"""`zcompile calibrate`: measures this machine, once, for plans and predictions."""
+"""`zcompile calibrate`: measures the rates of this machine for plans and predictions."""
 
 import argparse
 import os
@@ -21,10 +21,10 @@ TIMEOUT_S = 300.0
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, keep the rates, and print them beside the shipped table. Returns 1 if a rank failed.
+    """Measure and save the rates, and print them beside the shipped table. Returns the exit code: 1 if a rank failed.
 
     Raises:
-        BadInput: more ranks than GPUs, or a file that cannot be written.
+        BadInput: there are more ranks than GPUs, or the file cannot be written.
     """
     if "RANK" in os.environ:
         return _measure(arguments.output)
@@ -36,10 +36,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def start_ranks(ranks: int, output: Path | None) -> int:
-    """Start processes that measure this machine into `output`, by default the cache. Returns the exit code."""
+    """Start ranks that measure this machine and write `output`, by default in the cache. Returns the exit code."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [*launch, "-m", "zcompile", "calibrate", *(["--output", str(output)] if output else [])]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as torchrun has it, under which models train
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as torchrun sets it in training
     try:
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -79,7 +79,7 @@ def _measure(output: Path | None) -> int:
 
 
 def describe(calibration: Calibration) -> str:
-    """What was measured beside the shipped table, and what plans take."""
+    """Return a table of text: for each rate the shipped figure, the measured one, and the one that plans use."""
     shipped = calibration.shipped
     rows = [
         (name, *(f"{figure / unit:.3g}" for figure in figures))
@@ -96,7 +96,7 @@ def describe(calibration: Calibration) -> str:
 def _figures(
     measured: Calibration, shipped: Hardware, taken: Hardware
 ) -> Iterator[tuple[str, float, float, float, float]]:
-    """(name, size of its unit, shipped, measured, taken) of everything."""
+    """Yield (name, size of the unit, shipped figure, measured figure, figure for plans) of each rate."""
     for dtype_name, rate in measured.matmul_flops_s:
         dtype = getattr(torch, dtype_name)
         yield f"{dtype_name} matmuls, Tflop/s", 1e12, shipped.matmul_rate(dtype), rate, taken.matmul_rate(dtype)

@@ -1,7 +1,7 @@
-"""The machine that the ranks of a mesh plan with: one table of rates and one size of memory for all of them.
+"""Agrees on the machine for which the ranks of a mesh plan: one table of rates, and one size of memory.
 
-Ranks may have other devices, or other files of calibrations in their homes. Plans of one model must not differ. So each
-rank reports its own machine, and all take the table of the first rank and the least memory.
+Ranks may have different devices, or different calibration files in their home directories, but must make the same plan.
+So each rank reports its own machine, and all ranks use the table of the first rank and the least memory.
 """
 
 import functools
@@ -28,29 +28,29 @@ _warn_once = functools.cache(log.warning)
 
 @dataclass(frozen=True)
 class LocalMachine:
-    """The machine of one rank, as it reports it to the others."""
+    """The machine of one rank, as the rank reports it to the others."""
 
-    device: str  # the name of its device
-    calibration: str  # of that device, as JSON; "" if `zcompile calibrate` did not run there
-    notice: str  # a warning for the user, if there is no calibration
-    # The host or GPU whose memory it shares, its bytes, and how many ranks of the job at least share it.
+    device: str  # name of the device
+    calibration: str  # of the device, as JSON; "" if there is none
+    notice: str  # a warning for the user if there is no calibration
+    # (name of the host or GPU whose memory the rank uses, bytes of this memory, least number of ranks that share it)
     memory: tuple[str, int, int]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that all ranks of a mesh plan with."""
+    """The machine for which all ranks of a mesh plan."""
 
     hardware: Hardware  # the table for plans; see `tables_of`
     measured: Hardware  # the table for predictions
-    # Of the rank that has the least, rounded down to a power of two: 80 GB are 64 GiB. Total and not free memory,
-    # because that differs from run to run, and another plan would miss every cache. Rounded, because machines of one
-    # kind differ a little.
+    # Memory of a rank: the least of all ranks, rounded down to a power of two (80 GB become 64 GiB), because equal
+    # machines differ a little. It is total memory, because free memory differs from run to run, and another plan would
+    # miss every cache.
     memory_bytes: int
 
 
 def local_machine(mesh: DeviceMesh) -> LocalMachine:
-    """The machine of this rank of `mesh`."""
+    """Return the machine of this rank of `mesh`."""
     device = device_of(mesh)
     calibration, problem = read_calibration(device, shard_group_of(mesh).size())
     if mesh.device_type == "cuda":
@@ -58,7 +58,7 @@ def local_machine(mesh: DeviceMesh) -> LocalMachine:
         place, total_bytes, sharers = str(properties.uuid), properties.total_memory, 1
     else:
         place, total_bytes, sharers = "", host_memory_bytes(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if is_fake(mesh):  # ranks that do not exist are thought to be on this host
+        if is_fake(mesh):  # ranks of a fake group are assumed to be on this host
             sharers = dist.get_world_size()
     return LocalMachine(
         device_name(device),
@@ -69,24 +69,23 @@ def local_machine(mesh: DeviceMesh) -> LocalMachine:
 
 
 def common_machine(mesh: DeviceMesh, reports: Sequence[LocalMachine]) -> Machine:
-    """The machine to plan with, from the report of each rank of `mesh`, in one order on all ranks."""
+    """Return the machine to plan for. `reports` has one report per rank of `mesh`, in the same order on all ranks."""
     first, on_gpu = reports[0], mesh.device_type == "cuda"
     if first.notice and mesh.get_rank() == mesh.mesh.flatten().tolist()[0]:
         _warn_once("zcompile: %s", first.notice)
     shipped = table_of_name(first.device)[0] if on_gpu else CPU
     calibration = Calibration.from_json(first.calibration) if first.calibration else None
     hardware, measured = (shipped, shipped) if calibration is None else tables_of(shipped, calibration)
-    # Ranks that do not exist yet will have GPUs of their own.
+    # Ranks of a fake group will have GPUs of their own.
     sharing = reports[:1] if on_gpu and is_fake(mesh) else reports
     return Machine(hardware, measured, least_share([report.memory for report in sharing]))
 
 
 def least_share(ranks: list[tuple[str, int, int]]) -> int:
-    """The least share of a rank, as a power of two.
+    """Return the least memory of a rank, bytes, rounded down to a power of two.
 
     Args:
-        ranks: of each rank, what it shares memory with (a host or a GPU), its bytes, and at least how many ranks of
-            the job are known to share it.
+        ranks: `LocalMachine.memory` of each rank. Memory is divided by the number of ranks that share it.
     """
     sharing = Counter(place for place, _, _ in ranks)
     least = min(total_bytes // max(sharing[place], others) for place, total_bytes, others in ranks)
@@ -94,5 +93,5 @@ def least_share(ranks: list[tuple[str, int, int]]) -> int:
 
 
 def machine_of(mesh: DeviceMesh) -> Machine:
-    """The machine to plan with; all ranks of `mesh` call together."""
+    """Return the machine to plan for. A collective call over all ranks of `mesh`."""
     return common_machine(mesh, all_gather_over_mesh(mesh, local_machine(mesh)))

@@ -1,4 +1,4 @@
-"""Measures what this machine's kernels reach: matmuls, attention, memory, AdamW, launches. One rank, 5 to 14 s."""
+"""Measures the rates of this machine's kernels: matmuls, attention, memory, AdamW, launches. One rank, 5 to 14 s."""
 
 import itertools
 import time
@@ -14,28 +14,27 @@ from zcompile.costs.hardware import ADAM_BYTES
 
 T = TypeVar("T")
 
-WARM_UP_S = 1.0  # of matmuls before anything is measured: a GPU that was idle is faster until its power limit is met
-ROUNDS = 5  # of which the median counts
-ROUND_S = 0.05  # about how long a round takes, so that clocks settle
+WARM_UP_S = 1.0  # of matmuls before measuring: a GPU that was idle is faster until it reaches its power limit
+ROUNDS = 5  # whose median is taken
+ROUND_S = 0.05  # approximate length of a round, so that clocks settle
 MOST_CALLS = 1000  # in a round
-SLOW_S = 0.2  # Of longer calls, two count in place of rounds: without bf16 instructions, a matmul takes seconds.
-COLD_BYTES = 64 << 20  # of operands that take turns on a CPU: more than most caches hold
+SLOW_S = 0.2  # Longer calls run twice instead: without bf16 instructions, a matmul takes seconds.
+COLD_BYTES = 64 << 20  # of operands that take turns on a CPU, more than most caches hold
 ADAM_TENSORS = 8
-MOST_AHEAD_S = 0.05  # how long the device waits for the host before a round
-CYCLES_S = 2e9  # of a GPU's clock, about
+MOST_AHEAD_S = 0.05  # longest wait of the device for the host before a round
+CYCLES_S = 2e9  # approximate clock of a GPU, cycles per second
 
 
 class Sizes(NamedTuple):
-    """Shapes that are measured."""
+    """Shapes that are measured, for one type of device."""
 
     products: tuple[int, ...]  # n of each matmul [n, n] x [n, n]
     grouped_rows: tuple[int, ...]  # rows of all groups together, for each measured grouped matmul
-    groups: int  # in each of these, with a weight of shape [inner, columns]
+    groups: int  # of each grouped matmul, each with a weight [inner, columns]
     inner: int
     columns: int
     attention: tuple[int, int, int, int]  # batch, heads, sequence length, width of a head
-    # Of each of the two tensors that the measured pointwise kernel reads; of all parameters that the measured step of
-    # AdamW changes.
+    # Size of each of the two inputs of the measured pointwise kernel, and of all parameters in the measured AdamW step.
     memory_bytes: int
 
 
@@ -53,7 +52,7 @@ KERNELS = {
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, calls: int | None = None) -> float:
-    """Median seconds of one call, over ROUNDS rounds of `calls` calls in a row; the device's own time on a GPU."""
+    """Return the median seconds of one call, over ROUNDS rounds of `calls` calls in a row. On a GPU: device time."""
     call()
     if calls is None:
         once_s = max(_round_s(call, device, 1), 1e-7)
@@ -85,14 +84,14 @@ def _round_s(call: Callable[[], object], device: torch.device, calls: int) -> fl
 
 
 def hold_device(host_s: float) -> None:
-    """Let the device wait until the host, which takes `host_s` for it, has issued what comes next."""
+    """Let the device wait while the host issues the next kernels, which takes it `host_s` seconds."""
     torch.cuda._sleep(int(min(MOST_AHEAD_S, 1e-3 + 1.5 * host_s) * CYCLES_S))
 
 
 def measure_compute(device: torch.device) -> dict[str, Any]:
-    """Rates that `device` reaches, after `warm_up`, as fields of `zcompile.calibration.results.Calibration`.
+    """Measure the rates of `device`, after `warm_up`. Returns fields of `zcompile.calibration.results.Calibration`.
 
-    What it does not have, such as fp8 on an older GPU, is left out.
+    Kernels that the device lacks, such as fp8 on an older GPU, are left out.
     """
     on_gpu = device.type == "cuda"
     sizes, dtypes = (GPU_SIZES, GPU_DTYPES) if on_gpu else (CPU_SIZES, CPU_DTYPES)
@@ -110,12 +109,12 @@ def measure_compute(device: torch.device) -> dict[str, Any]:
         "attention_flops_s": tuple((kernel, rate) for kernel, rate in attention.items() if rate),
         "bytes_s": memory_rate(device, sizes.memory_bytes),
         "adam_bytes_s": adam_rate(device, sizes.memory_bytes),
-        "kernel_s": seconds_of(lambda: least.add_(1), device, calls=MOST_CALLS),  # one after the other
+        "kernel_s": seconds_of(lambda: least.add_(1), device, calls=MOST_CALLS),  # in a row
     }
 
 
 def warm_up(device: torch.device) -> None:
-    """Run matmuls for WARM_UP_S on a GPU. In a training step, too, its power limit sets its clock."""
+    """Run matmuls for WARM_UP_S on a GPU, so that its power limit sets its clock, as in a training step."""
     if device.type != "cuda":
         return
     product = square_product(device, torch.float16, GPU_SIZES.products[-1])
@@ -126,7 +125,7 @@ def warm_up(device: torch.device) -> None:
 
 
 def pace_s(device: torch.device) -> float:
-    """Seconds of one matmul: the same now and later, if a machine runs evenly. Takes some 0.3 s."""
+    """Return the seconds of one matmul. On a machine that runs evenly, all calls return the same. Takes about 0.3 s."""
     n = (GPU_SIZES if device.type == "cuda" else CPU_SIZES).products[1]
     return seconds_of(square_product(device, torch.float32, n), device)
 
@@ -139,9 +138,10 @@ def _if_possible(measure: Callable[[], T]) -> T | None:
 
 
 def _matmul_rate(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
-    """Operations a second: the median over sizes.
+    """Return operations per second, the median over sizes.
 
-    In a step, operands are seldom in a cache. On CPUs that costs a fifth of the rate; on GPUs it was not measured.
+    In a training step, operands are seldom in a cache. So on CPUs, where this costs a fifth of the rate, operands take
+    turns; on GPUs, the cost was not measured.
     """
 
     def seconds(n: int) -> float:
@@ -153,10 +153,10 @@ def _matmul_rate(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> floa
 
 
 def square_product(device: torch.device, dtype: torch.dtype, n: int) -> Callable[[], object]:
-    """A call of a matmul [n, n] x [n, n] of `dtype`."""
+    """Return a function that runs a matmul [n, n] x [n, n] of `dtype`."""
     if dtype is torch.int8:
         a, b = (torch.randint(-8, 8, (n, n), device=device, dtype=dtype) for _ in range(2))
-        return partial(torch._int_mm, a, b.t())  # as the weight of a linear layer lies; other layouts are slow
+        return partial(torch._int_mm, a, b.t())  # the layout of the weight of a linear layer; others are slow
     a, b = torch.randn(n, n, device=device), torch.randn(n, n, device=device)
     if dtype is torch.float8_e4m3fn:
         left, right, one = a.to(dtype), b.to(dtype).t(), torch.ones((), device=device)
@@ -165,7 +165,7 @@ def square_product(device: torch.device, dtype: torch.dtype, n: int) -> Callable
 
 
 def _grouped_rate(device: torch.device, sizes: Sizes) -> float:
-    """Operations a second of groups of equal size, which need no padding: the median over counts of rows."""
+    """Return operations per second of grouped matmuls with equal groups, the median over `sizes.grouped_rows`."""
     return median(
         2 * rows * sizes.inner * sizes.columns
         / seconds_of(grouped_product(device, rows, sizes.groups, sizes.inner, sizes.columns), device)
@@ -174,7 +174,7 @@ def _grouped_rate(device: torch.device, sizes: Sizes) -> float:
 
 
 def grouped_product(device: torch.device, rows: int, groups: int, inner: int, columns: int) -> Callable[[], object]:
-    """A call of a grouped matmul of `rows` in groups of equal size, in bf16."""
+    """Return a function that runs a bf16 grouped matmul: [rows, inner] in equal groups x [groups, inner, columns]."""
     a = torch.randn(rows, inner, device=device, dtype=torch.bfloat16)
     b = torch.randn(groups, columns, inner, device=device, dtype=torch.bfloat16).transpose(1, 2)
     ends = torch.arange(1, groups + 1, device=device, dtype=torch.int32) * (rows // groups)
@@ -182,7 +182,7 @@ def grouped_product(device: torch.device, rows: int, groups: int, inner: int, co
 
 
 def attention_rate(device: torch.device, kernel: str, shape: tuple[int, int, int, int]) -> float:
-    """Operations a second of forward and backward together, without a mask."""
+    """Return operations per second of forward and backward together, without a mask."""
     batch, heads, rows, width = shape
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
@@ -200,13 +200,13 @@ def attention_rate(device: torch.device, kernel: str, shape: tuple[int, int, int
 
 
 def memory_rate(device: torch.device, nbytes: int) -> float:
-    """Bytes a second that an addition of two tensors of `nbytes` each reads and writes."""
+    """Return the bytes per second that an addition of two tensors of `nbytes` each reads and writes."""
     a, b, out = (torch.ones(nbytes // 4, device=device) for _ in range(3))
     return 3 * nbytes / seconds_of(lambda: torch.add(a, b, out=out), device)
 
 
 def adam_rate(device: torch.device, nbytes: int) -> float:
-    """Bytes a second that fused AdamW reads and writes, with fp32 parameters of `nbytes` in all."""
+    """Return the bytes per second that fused AdamW reads and writes, with fp32 parameters of `nbytes` in all."""
     parameters = [torch.rand(nbytes // 4 // ADAM_TENSORS, device=device) for _ in range(ADAM_TENSORS)]
     for parameter in parameters:
         parameter.grad = torch.rand_like(parameter)

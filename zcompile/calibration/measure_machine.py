@@ -31,14 +31,14 @@ log = logging.getLogger("zcompile")
 
 ops = torch.ops.zcompile
 
-# Bytes of unsharded tensors, of which each rank receives what others hold.
+# Bytes of the unsharded tensors. Each rank receives the parts that other ranks hold.
 GPU_BYTES = tuple(MIB * mib for mib in (1, 4, 16, 64, 128, 256))
 CPU_BYTES = tuple(1024 * kib for kib in (16, 64, 256, 1024, 4096, 16384))
 GPU_PRODUCT, CPU_PRODUCT = 4096, 256  # rows of the matmuls that run beside transfers
-SEVERAL = 8  # transfers in a row on GPUs, where one is short
-CPU_GROUP = 8  # tensors of a transfer on CPUs, where it takes time to pack them
+SEVERAL = 8  # transfers in a row on GPUs, where one alone is short
+CPU_GROUP = 8  # tensors per transfer on CPUs, because packing them takes time
 LARGE_BYTES = 8 * MIB
-ROUNDS = 15  # of which the lower quartile counts
+ROUNDS = 15  # whose lower quartile is taken
 
 
 @torch.inference_mode(False)
@@ -46,19 +46,19 @@ ROUNDS = 15  # of which the lower quartile counts
 def calibrate(mesh: DeviceMesh | None = None, *, write: bool = True) -> Calibration:
     """Measure this machine for plans: matmuls, attention, memory, and transfers between the ranks.
 
-    All ranks call it together, with nothing else on the machine. It takes less than 20 s. From then on
-    `zcompile.shard` takes what was measured where it differs by more than a quarter from the shipped table of this
-    device. The first rank's figures are everybody's. If a matmul took longer at one time than at another, on any rank,
-    `pace_ratio` says how many times as long; `pace_warning` is the text for users.
+    All ranks must call it, with nothing else running on the machine. It takes less than 20 s. Afterwards,
+    `zcompile.shard` uses each measured rate that differs by more than a quarter from the shipped table of this device.
+    All ranks use the rates of the first rank. `pace_ratio` is the longest time of one matmul divided by its shortest;
+    if it is too large, `pace_warning` is a text for users.
 
     Args:
-        mesh: the ranks, whose last dimension shares the shards. Default: all ranks, on GPUs if the process group's
+        mesh: the ranks; its last dimension shards parameters. Default: all ranks, on GPUs if the process group's
             backend is NCCL.
-        write: keep it in the user's cache (`XDG_CACHE_HOME`, or `.cache` in the home), on the first rank. If that is
-            not possible, a warning says why.
+        write: save the result in the user's cache (`XDG_CACHE_HOME`, or `~/.cache`) on the first rank. If that fails,
+            a warning gives the reason.
 
     Returns:
-        What was measured, the same on all ranks.
+        The measured rates, the same on all ranks.
 
     Raises:
         RuntimeError: there is no process group.
@@ -71,7 +71,7 @@ def calibrate(mesh: DeviceMesh | None = None, *, write: bool = True) -> Calibrat
     if mesh is None:
         mesh = default_mesh()
     group, device = shard_group_of(mesh), device_of(mesh)
-    all_gather_object(group, None)  # all measure at once: as in a step, ranks on CPUs share memory and cores
+    all_gather_object(group, None)  # all ranks measure at once: as in a step, CPU ranks share memory and cores
     warm_up(device)
     paces = [pace_s(device)]
     compute = measure_compute(device)
@@ -103,7 +103,7 @@ def calibrate(mesh: DeviceMesh | None = None, *, write: bool = True) -> Calibrat
 
 
 def _wires(mesh: DeviceMesh, device: torch.device) -> list[Wire]:
-    """One for each transport that this mesh can use."""
+    """Measure each transport that this mesh can use."""
     groups = groups_of(mesh)
     wires = []
     for name in ["nccl", "p2p"] if device.type == "cuda" else ["gloo"]:
@@ -122,14 +122,14 @@ def _wires(mesh: DeviceMesh, device: torch.device) -> list[Wire]:
 
 
 class _Transport:
-    """Transfers of one transport, timed. The runtime, an empty one, must use it before anything is measured."""
+    """Measures transfers of one transport. The caller must select it in `runtime`, an empty one, before `wire`."""
 
     def __init__(self, name: str, runtime: _C.Model, mesh: DeviceMesh, device: torch.device):
         self.name, self.runtime, self.device = name, runtime, device
         self.group = shard_group_of(mesh)
         self.world = self.group.size()
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.together = 1 if device.type == "cuda" else CPU_GROUP  # how many tensors a transfer has
+        self.together = 1 if device.type == "cuda" else CPU_GROUP  # tensors per transfer
         self.shards: list[list[torch.Tensor]] = []
         self.grads: list[list[torch.Tensor]] = []
         for i, nbytes in enumerate(GPU_BYTES if device.type == "cuda" else CPU_BYTES):
@@ -142,8 +142,8 @@ class _Transport:
                 runtime.add(name=label, shard=shard, shape=shape, chunk=chunk, replicated=False, reduce_dtype=None)
 
     def wire(self) -> Wire:
-        """Times by size in both directions, and what compute loses beside transfers."""
-        for i in 2 * list(range(len(self.grads))):  # peer to peer, shards are cached from the second forward on
+        """Measure times by size for gathers and reduces, and the slowdown of compute beside a transfer."""
+        for i in 2 * list(range(len(self.grads))):  # p2p caches shards from the second forward on
             self._start_gather(i)()
 
         def gathers() -> tuple[Points, float]:
@@ -155,7 +155,7 @@ class _Transport:
 
     def _start_gather(self, i: int) -> Callable[[], Any]:
         shards, shape = self.shards[i], list(self.grads[i][0].shape)
-        if self.together == 1:  # the memory of a group is not aliased, peer to peer
+        if self.together == 1:  # p2p does not alias the memory of a group
             started = [ops.gather_start(shards[0], shape, self.dtype)]
         else:
             started = ops.gather_group_start(shards, self.together * shape, self.together * [2], self.dtype)
@@ -167,9 +167,9 @@ class _Transport:
         return lambda: [ops.reduce_wait(tensor, grad) for tensor, grad in zip(started, grads)]
 
     def _points(self, start: Callable[[int], Callable[[], Any]]) -> Points:
-        """(bytes that a rank receives, seconds), on the slowest rank.
+        """Measure (bytes that a rank receives, seconds on the slowest rank) by size.
 
-        Times do not fall as bytes rise. Where they do, the smaller transfer was disturbed.
+        If a smaller transfer takes longer than a larger one, it was disturbed, and gets the time of the larger one.
         """
 
         def transfer(i: int) -> None:
@@ -185,7 +185,7 @@ class _Transport:
         return tuple(points[::-1])
 
     def _interference(self, transfer_s: float) -> float:
-        """Seconds that matmuls lose for each second of a transfer beside them."""
+        """Return the seconds by which one second of a transfer delays matmuls that run beside it, 0 to 1."""
         on_gpu = self.device.type == "cuda"
         dtype, rows = (torch.bfloat16, GPU_PRODUCT) if on_gpu else (torch.float32, CPU_PRODUCT)
         product = square_product(self.device, dtype, rows)
@@ -203,12 +203,12 @@ class _Transport:
         return min(1.0, max(0.0, (beside_s - quiet_s) / transfer_s))
 
     def _seconds(self, call: Callable[[], Any], count: int = 1) -> float:
-        """Seconds of one of `count` calls in a row, which all ranks begin at about the same time.
+        """Return the seconds of one of `count` calls in a row, which all ranks begin at about the same time.
 
-        On GPUs one more goes before them, behind which all devices are as far.
+        On GPUs, one more call precedes them: all devices have reached the same point after it.
         """
         times = []
-        host_s = MOST_AHEAD_S  # for all calls, which take some hosts longer than the transfers take; until it is known
+        host_s = MOST_AHEAD_S  # until the host's time for all calls is known; it may exceed that of the transfers
         for _ in range(ROUNDS + 2):
             all_gather_object(self.group, None)
             if self.device.type == "cuda":
@@ -229,17 +229,17 @@ class _Transport:
                 for _ in range(count):
                     call()
                 times.append((time.perf_counter() - begin_s) / count)
-        return quantiles(times[2:], n=4)[0]  # what disturbs a transfer never makes it shorter
+        return quantiles(times[2:], n=4)[0]  # disturbances only make a transfer longer
 
     def _slowest(self, seconds: float) -> float:
         return float(max(all_gather_object(self.group, seconds)))
 
 
 def _in_backward(measure: Callable[[], Any]) -> Any:
-    """What `measure` returns, called by a backward.
+    """Call `measure` inside of a backward, and return its result.
 
-    Peer to peer, a second gather of a parameter outside of backward is that of another forward, which caches all
-    shards anew. That took 0.3 ms of each transfer.
+    Outside of a backward, p2p takes a second gather of a parameter for the next forward, and caches all shards again.
+    That added 0.3 ms to each transfer.
     """
     measured: list[Any] = []
     result = torch.zeros((), requires_grad=True).clone()

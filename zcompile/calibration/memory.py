@@ -1,4 +1,4 @@
-"""How much memory a host or its container has, from sizes that stay the same when a job starts again."""
+"""Reads the memory size of a host or container, which stays the same when a job starts again."""
 
 import contextlib
 import os
@@ -6,15 +6,15 @@ from pathlib import Path
 
 
 def host_memory_bytes() -> int:
-    """Bytes of memory that the processes of this machine, or of this container, may have together."""
+    """Return the bytes of memory that all processes of this machine, or of this container, may use together."""
     physical_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([physical_bytes, *cgroup_limits()])
 
 
 def cgroup_limits(root: Path = Path("/")) -> list[int]:
-    """The limits in bytes of this process's control groups and of those that they are in, of either version.
+    """Return the memory limits, bytes, of this process's control groups (version 1 or 2) and of their parents.
 
-    Without a limit, version 1 has a number near 2 ** 63. Tests have a `root` of their own, with `proc` and `sys`.
+    Without a limit, version 1 has a number near 2 ** 63. `root` holds the folders `proc` and `sys`; tests have others.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -30,7 +30,7 @@ def cgroup_limits(root: Path = Path("/")) -> list[int]:
         else:
             continue
         own = folder / path.lstrip("/")
-        # A container may see its own group as the folder itself, and not the path by which the host knows it.
+        # In a container, its own group may be `folder` itself, while `path` is the host's path of the group.
         for group in (own, *own.parents):
             with contextlib.suppress(OSError, ValueError):  # no such group, or no number: "max"
                 limits.append(int((group / file).read_text()))

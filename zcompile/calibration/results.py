@@ -1,9 +1,9 @@
-"""What `zcompile calibrate` measured of a machine: as JSON in ~/.cache/zcompile, and merged with a shipped table.
+"""Rates that `zcompile calibrate` measured: stored as JSON in ~/.cache/zcompile, and merged with a shipped table.
 
-A file is of one device and one number of ranks. It names the driver and the torch that it was measured with, and counts
-for no other. Plans take a figure of it only where it differs by more than a quarter from the shipped table: so a second
-calibration, or that of an equal machine, changes no plan, and compiled graphs are found in caches. Predictions take all
-figures. machine.py reads the file when a model is sharded; `link_of` in compiler/backend.py gives its rates to plans.
+A file is for one device and one number of ranks, and valid only with the versions of driver and torch that it names.
+Plans use a measured figure only if it differs by more than a quarter from the shipped table. So a second calibration,
+or that of an equal machine, changes no plan, and compiled graphs are found in caches. Predictions use all measured
+figures. machine.py reads the file when a model is sharded; `link_of` in compiler/backend.py passes its rates to plans.
 """
 
 import ctypes
@@ -23,28 +23,31 @@ import torch
 from zcompile.costs.hardware import CPU, Hardware, Points, Wire, table_of_name
 from zcompile.whole_files import write
 
-VERSION = 4  # of the file: raised when something else is measured
-DIFFERS = 0.25  # a measured figure replaces a shipped one if it is further from it than this share of it
-UNEVEN = 1.15  # of `Calibration.pace_ratio`: above it, users are told
-DIGITS = 2  # that are kept of a figure: the others change from run to run
+VERSION = 4  # of the file format: raised when other rates are measured
+DIFFERS = 0.25  # a measured figure replaces the shipped one if it differs by more than this share
+UNEVEN = 1.15  # `Calibration.pace_ratio` above which users get a warning
+DIGITS = 2  # significant digits that are kept: the others change from run to run
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured of one machine, in the units of `zcompile.costs.hardware.Hardware`.
+    """The measured rates of one machine, in the units of `zcompile.costs.hardware.Hardware`.
 
     Attributes:
-        device: as torch names it; of a CPU, its model and the threads of a rank.
-        driver: of the device; empty for CPUs.
-        torch: its version.
-        world: how many ranks transfers were measured between.
-        memory_bytes: of one device.
-        matmul_flops_s: by the name of the dtype, such as "bfloat16".
-        grouped_share: what grouped matmuls reach of the rate of plain ones; None if they were not measured.
-        attention_flops_s: by kernel; see `hardware.ATTENTION_SHARES`.
-        wires: one for each transport.
-        pace_ratio: the longest time over the shortest of one matmul, timed before, between and after all that was
-            measured; of all ranks, the largest. 1 on a machine that runs evenly.
+        device: torch's name of the GPU; for a CPU, its model and the number of threads of a rank.
+        driver: CUDA version of the driver; empty for CPUs.
+        torch: version of torch.
+        world: number of ranks between which transfers were measured.
+        memory_bytes: memory of one device.
+        matmul_flops_s: operations per second by the name of the dtype, such as "bfloat16".
+        grouped_share: rate of grouped matmuls divided by that of plain ones; None if it was not measured.
+        attention_flops_s: operations per second by kernel; see `hardware.ATTENTION_SHARES`.
+        bytes_s: bytes per second that a pointwise kernel reads and writes.
+        adam_bytes_s: bytes per second that fused AdamW reads and writes.
+        kernel_s: seconds of the shortest kernel.
+        wires: times of transfers, one `Wire` for each transport.
+        pace_ratio: longest time of one matmul divided by its shortest, timed before, between and after the other
+            measurements; the largest of all ranks. 1 on a machine that runs evenly.
     """
 
     device: str
@@ -67,7 +70,7 @@ class Calibration:
     @classmethod
     def from_json(cls, text: str) -> "Calibration":
         """Raises:
-        ValueError: `text` is not what `to_json` writes; the text says what is wrong.
+        ValueError: `text` is not of the form that `to_json` writes; the error says why.
         """
         try:
             read = json.loads(text)
@@ -92,7 +95,7 @@ class Calibration:
 
     @property
     def pace_warning(self) -> str:
-        """What users are told of a machine that did not run evenly while it was measured; empty if it did."""
+        """The warning for users if the machine did not run evenly during the measurement; empty if it did."""
         if self.pace_ratio <= UNEVEN:
             return ""
         return (
@@ -102,12 +105,12 @@ class Calibration:
 
     @property
     def shipped(self) -> Hardware:
-        """The shipped table of the device, or the one that stands in."""
+        """The shipped table of the device, or that of another device if it has none."""
         return table_of_name(self.device)[0] if self.driver else CPU
 
 
 def _with_tuples(read: dict[str, Any]) -> dict[str, Any]:
-    """Fields as JSON has them, with tuples for lists."""
+    """Return `read`, fields from JSON, with tuples in place of lists."""
 
     def tuples(value: Any) -> Any:
         return tuple(map(tuples, value)) if isinstance(value, list) else value
@@ -116,14 +119,15 @@ def _with_tuples(read: dict[str, Any]) -> dict[str, Any]:
 
 
 def rounded(figure: float) -> float:
-    """`figure` to DIGITS digits."""
+    """Round `figure` to DIGITS significant digits."""
     return float(f"{figure:.{DIGITS}g}")
 
 
 def merged(shipped: Hardware, calibration: Calibration, differs: float = DIFFERS) -> Hardware:
-    """`shipped`, with what was measured where that differs by more than `differs`. The same object if nothing does.
+    """Replace the figures of `shipped` from which the measured ones differ by more than the share `differs`.
 
-    By default, what plans go by, which then seldom change. With 0, what predictions go by.
+    The default makes the table for plans, which then seldom change; 0 makes the table for predictions. Returns
+    `shipped` itself if no figure is replaced.
     """
     changed: list[str] = []
 
@@ -147,7 +151,7 @@ def merged(shipped: Hardware, calibration: Calibration, differs: float = DIFFERS
         elif (new := taken(f"{kernel} attention", old, rate)) != old:
             kernels[kernel] = new
     adam, share = shipped.adam_bytes_s, shipped.grouped_share
-    if differs == 0:  # no plan goes by it
+    if differs == 0:  # plans do not use it
         adam = taken("fused AdamW", shipped.adam_rate(), calibration.adam_bytes_s)
     memory = taken("memory", shipped.bytes_s, calibration.bytes_s)
     launches = taken("launches", shipped.kernel_s, calibration.kernel_s)
@@ -161,7 +165,7 @@ def merged(shipped: Hardware, calibration: Calibration, differs: float = DIFFERS
     if not changed:
         return shipped
     machine = calibration.device
-    if differs == 0 and calibration.pace_warning:  # no part of what plans go by, and so of no key
+    if differs == 0 and calibration.pace_warning:  # not in the table for plans, whose text is in cache keys
         machine += f", whose speed varied by {calibration.pace_ratio:.1f} x"
     return replace(
         shipped,
@@ -180,7 +184,7 @@ def merged(shipped: Hardware, calibration: Calibration, differs: float = DIFFERS
 
 
 def tables_of(shipped: Hardware, calibration: Calibration) -> tuple[Hardware, Hardware]:
-    """Of a machine that was measured: the table that plans go by; and for predictions that of all that was measured."""
+    """Return the table for plans, and the table for predictions, which has all measured figures."""
     return merged(shipped, calibration), merged(shipped, calibration, differs=0.0)
 
 
@@ -202,7 +206,7 @@ def _rounded_wire(wire: Wire) -> Wire:
 
 
 def device_name(device: torch.device) -> str:
-    """Of a GPU, torch's name of it; of a CPU, its model and how many threads a rank has."""
+    """Return torch's name of a GPU; for a CPU, its model and the number of threads of a rank."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -211,7 +215,7 @@ def device_name(device: torch.device) -> str:
 
 
 def driver_of(device: torch.device) -> str:
-    """The version of CUDA that a GPU's driver has, "unknown" if it does not say; empty for CPUs."""
+    """Return the CUDA version of a GPU's driver, "unknown" if it cannot be read; empty for CPUs."""
     if device.type != "cuda":
         return ""
     version = ctypes.c_int(0)
@@ -223,7 +227,7 @@ def driver_of(device: torch.device) -> str:
 
 
 def cache_folder() -> Path | None:
-    """Where what was measured is kept; None for a user without a home."""
+    """Return the folder of calibration files; None for a user without a home directory."""
     folder = os.environ.get("XDG_CACHE_HOME", "")
     try:
         return (Path(folder) if folder else Path.home() / ".cache") / "zcompile"
@@ -232,17 +236,17 @@ def cache_folder() -> Path | None:
 
 
 def calibration_file(device: str, world: int) -> Path | None:
-    """Where a calibration is kept; None for a user without a home."""
+    """Return the path of a calibration file; None for a user without a home directory."""
     folder = cache_folder()
     slug = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-")
     return None if folder is None else folder / f"calibration-{slug}-x{world}.json"
 
 
 def write_calibration(calibration: Calibration, file: Path | None = None) -> Path:
-    """Write `calibration` to `file`, by default to the cache. Nobody ever reads a part of it.
+    """Write `calibration` to `file`, by default in the cache. The file is replaced at once, see `whole_files.write`.
 
     Raises:
-        OSError: it cannot be written there, or there is no home for a cache.
+        OSError: the file cannot be written, or the user has no home directory for the cache.
     """
     file = file or calibration_file(calibration.device, calibration.world)
     if file is None:
@@ -252,7 +256,7 @@ def write_calibration(calibration: Calibration, file: Path | None = None) -> Pat
 
 
 def read_calibration(device: torch.device, world: int) -> tuple[Calibration | None, str]:
-    """What was measured of `device` between `world` ranks, and why nothing of it counts: a line, or nothing."""
+    """Return the calibration of `device` and `world` ranks, or None and a line with the reason (may be empty)."""
     name, again = device_name(device), "run `zcompile calibrate` again"
     file = calibration_file(name, world)
     if file is None:
