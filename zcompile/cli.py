@@ -1,7 +1,7 @@
-"""The command `zcompile`, also as `python -m zcompile`: the options of each subcommand, and the parser of all.
+"""The command `zcompile`, also `python -m zcompile`: parses the options of each subcommand, and runs it.
 
-A subcommand's work is a function `run(arguments)` in the module that `COMMANDS` names. It is imported only when the
-subcommand is asked for.
+Each subcommand is a function `run(arguments)` in a module that `COMMANDS` names. The module is imported only if its
+subcommand runs.
 """
 
 import argparse
@@ -43,12 +43,12 @@ class Parser(argparse.ArgumentParser):
         command.add_options(self)
 
     def error(self, message: str) -> NoReturn:
-        """Exit with `message` alone: usage would hide it."""
+        """Exit with `message` alone, because the long usage text would hide it."""
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1, as `type=` of an argument."""
+    """Parse a whole number of at least 1, for `type=` of an argument."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
@@ -56,19 +56,19 @@ def positive(text: str) -> int:
 
 
 def dimension(text: str) -> int:
-    """The number of a dimension, from 0, as `type=` of an argument."""
+    """Parse the number of a dimension, from 0, for `type=` of an argument."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"takes the number of a dimension, from 0, not {text!r}")
     return int(text)
 
 
 def steps(text: str) -> list[int]:
-    """Whole numbers with commas between them, as `type=` of an argument."""
+    """Parse whole numbers separated by commas, for `type=` of an argument."""
     return [int(each) for each in text.split(",")]
 
 
 def mesh(text: str) -> dict[str, int]:
-    """Sizes of dimensions, such as dp=4,tp=2, as `type=` of an argument."""
+    """Parse sizes of dimensions, such as dp=4,tp=2, for `type=` of an argument."""
     pairs = [each.partition("=") for each in text.split(",")]
     are_sizes = all(name.isidentifier() and value.isdecimal() and int(value) for name, _, value in pairs)
     if not are_sizes or len({name for name, *_ in pairs}) < len(pairs):
@@ -77,7 +77,7 @@ def mesh(text: str) -> dict[str, int]:
 
 
 def size(text: str) -> int:
-    """A number of bytes, such as 70GiB, as `type=` of an argument."""
+    """Parse a number of bytes, such as 70GiB, for `type=` of an argument."""
     value = bytes_of(text)
     if not isinstance(value, int) or value < 1:
         raise argparse.ArgumentTypeError(f"takes a size such as 70GiB, not {text!r}")
@@ -85,7 +85,7 @@ def size(text: str) -> int:
 
 
 def require(program: str, extra: str, *packages: str) -> None:
-    """End `program` with code 2 and one line on stderr if one of the `packages` of an extra is missing."""
+    """Exit with code 2 and one line on stderr if one of `packages`, from the extra `extra`, is not installed."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         print(f"{program} needs {', '.join(missing)}: pip install 'zcompile[{extra}]'", file=sys.stderr)
@@ -93,7 +93,7 @@ def require(program: str, extra: str, *packages: str) -> None:
 
 
 def _add_model(add: Callable[..., object], model: str) -> None:
-    """The options that say which model. `model` is the default."""
+    """Add the options that choose the model. `model` is the default."""
     about = "(decoders of Llama's shape), or a Hugging Face config by name or path; weights are random"
     add("--model", default=model, metavar="NAME", help=f"{', '.join(SIZES)} {about} (default: {model})")
     about = "your own model: FUNCTION() returns the module, batch(step, rank) and loss(module, batch)"
@@ -264,11 +264,11 @@ class Command:
 
     module: str
     add_options: Callable[[Parser], None]
-    about: str  # the effect, in sentences
-    when: str  # the use, in sentences
+    about: str  # its effect, in sentences
+    when: str  # when to use it, in sentences
     example: str  # a whole command
     usage: str = "[options]"  # the required options, and "[options]"
-    packages: tuple[str, ...] = ()  # of the extra with the subcommand's name, without which it does not run
+    packages: tuple[str, ...] = ()  # packages that it needs, from the extra of its name
 
 
 COMMANDS = {
@@ -311,7 +311,7 @@ COMMANDS = {
 
 
 def help_text() -> str:
-    """The text of `zcompile --help`."""
+    """Return the text of `zcompile --help`."""
     commands = ""
     for name, command in COMMANDS.items():
         told = [

@@ -1,4 +1,4 @@
-"""Settings of the backend: one frozen object per compile, each field with its reason.
+"""Options of the backend (`Settings`, one frozen object per compile), and the `Plan` that passes get.
 
 `zcompile.compiler.backend.parse_options` checks Inductor's own settings, the option `inductor`.
 """
@@ -16,12 +16,12 @@ from zcompile.costs.formulas.registry import registered_costs
 from zcompile.costs.hardware import Link
 
 TRAINABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Dtypes of parameters that may train, and that `param_dtype` is for. Others are frozen, and travel as they are."""
+"""Dtypes of parameters that may train, and that `param_dtype` casts. Others are frozen, and keep their dtype."""
 
 TRANSPORTS = ("auto", "p2p", "nccl", "gloo")
 
-# What `options={"skip_passes": [...]}` may name. The others make what every graph must be: one gather and one reduce
-# per parameter, started and waited for, and no unsharded parameter saved that is not meant to be.
+# Passes that `options={"skip_passes": [...]}` may name. Every graph needs the other passes: they make one gather and
+# one reduce per parameter, start them and wait for them, and keep unsharded parameters from being saved by accident.
 OPTIONAL_PASSES = (
     "narrow_gathers",
     "narrow_reduces",
@@ -39,7 +39,7 @@ OPTIONAL_PASSES = (
 
 
 def bytes_of(size: str) -> int | str:
-    """A size such as "70GiB", "70 GB" or "1000" in bytes; `size` itself if it is none."""
+    """Convert a size such as "70GiB", "70 GB" or "1000" to bytes. Returns `size` itself if it is not a size."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B)?", size.strip())
     if found is None:
         return size
@@ -49,12 +49,14 @@ def bytes_of(size: str) -> int | str:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """How much memory a rank may use while a graph runs.
+    """The memory that a rank may use while a graph runs.
 
     Attributes:
-        state_bytes: of `nbytes`, those of states, which live as long as the model.
-        share: how much of the model's parameters the graph reads. Other graphs save as much for each other one.
-        shards: positions of the Dynamo graph's inputs that are shards, or parameters that eager code has gathered.
+        nbytes: all bytes.
+        state_bytes: the part of `nbytes` for shards, moments and staging, which live as long as the model.
+        share: share of the model's parameters that the graph reads, 0 to 1. The graphs that read the others are assumed
+            to save activations in the same proportion.
+        shards: indices of the Dynamo graph's inputs that are shards, or parameters that eager code has gathered.
     """
 
     nbytes: int
@@ -65,117 +67,117 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class Plan:
-    """What passes are configured with: everything that decides a plan, except the graph itself."""
+    """The configuration of the passes. It decides a plan together with the graph."""
 
     link: Link  # the machine, the transport and the number of ranks; the same on all ranks
-    # What the options of these names give; see `Settings`.
+    # The options of these names, with defaults filled in; see `Settings`.
     gather_budget_bytes: int
     reduce_budget_bytes: int | None
     bucket_bytes: int
     save_for_backward_bytes: int | None
     rematerialize: bool = True
     activation_memory_budget: float = 1.0
-    fused: bool = True  # whether what runs the graph fuses pointwise nodes
-    disabled: tuple[str, ...] = ()  # names of passes to leave out, of OPTIONAL_PASSES
-    costs: tuple[tuple[str, str], ...] = ()  # (op, version) of the formulas that users registered
+    fused: bool = True  # whether the compiler of the planned graph fuses pointwise nodes
+    disabled: tuple[str, ...] = ()  # passes to leave out, of OPTIONAL_PASSES
+    costs: tuple[tuple[str, str], ...] = ()  # (op, version) of each cost formula that users registered
     memory_limit: MemoryLimit | None = None
-    recomputed: tuple[int, int] = (0, 1)  # how many segments of forward run again in backward; each i-th cut is saved
+    recomputed: tuple[int, int] = (0, 1)  # (segments of forward that backward recomputes, i: each i-th cut is saved)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What `torch.compile(model, backend="zcompile", options={...})` takes."""
+    """The options of `torch.compile(model, backend="zcompile", options={...})`."""
 
     inner: str = "inductor"
-    """What runs the planned graphs: "inductor", or "aot_eager", which runs aten op by op and equals eager bit by
-    bit."""
+    """The compiler of the planned graphs: "inductor", or "aot_eager", which runs aten ops one by one and is bitwise
+    equal to eager."""
 
     inductor: Mapping[str, Any] = field(default_factory=dict)
-    """Inductor settings for this model alone, as in `torch._inductor.config`. Nothing may change a graph by what it
-    measured: ranks would measure differently. To pad matmuls of odd sizes, set `shape_padding` and `force_shape_pad`
-    together."""
+    """Inductor settings for this model alone, as in `torch._inductor.config`. A setting must not change a graph by
+    measurements, which differ between ranks. To pad matmuls of odd sizes, set both `shape_padding` and
+    `force_shape_pad`."""
 
     transport: str = "auto"
-    """How parameters and gradients travel: "p2p" (copy engines between GPUs of one NVLink domain), "nccl", "gloo", or
-    "auto", which takes what was measured to be faster on this machine. `zcompile.stats(model)` says which one is used
-    and why."""
+    """The transport of parameters and gradients: "p2p" (copy engines between GPUs of one NVLink domain), "nccl",
+    "gloo", or "auto", which takes the transport that is faster by measurement. `zcompile.stats(model)` says which one
+    is used, and why."""
 
     gather_budget_bytes: int | None = None
-    """Most bytes of unsharded parameters at once in a compiled graph, not counting what the op that needs most of them
-    reads at once. A plan starts each gather as late as compute can still hide it, so it seldom reaches this limit.
-    Under a small budget, a parameter that is read again much later is gathered again. Default: a sixteenth of a rank's
-    memory. That is the total memory of its GPU (of the host, for CPU ranks), divided by the number of ranks that share
-    it; the least of all ranks, rounded down to a power of two. Free memory plays no part: otherwise plans would differ
-    from run to run, and find nothing in caches."""
+    """Most bytes of unsharded parameters that live at once in a compiled graph, without the inputs of the op that reads
+    most of them. A plan starts each gather as late as compute can still hide it, so it seldom reaches this limit. Under
+    a small budget, a parameter that is read again much later is gathered again. Default: a sixteenth of a rank's
+    memory. A rank's memory is the total memory of its GPU (for CPU ranks, of the host) divided by the number of ranks
+    that share it; the least of all ranks counts, rounded down to a power of two. Free memory is not used, because it
+    differs from run to run: plans would differ too, and not be found in caches."""
 
     reduce_budget_bytes: int | None = None
-    """Most bytes of gradients whose reduce has started and has not been waited for. One reduce may be under way in any
-    case. Default: 256 MiB, or twice the largest gradient that the graph reduces, as it travels, if that is more. So the
-    reduce of a layer's experts goes on while the next gradient is computed."""
+    """Most bytes of gradients whose reduce has started and has not been waited for. One reduce is always allowed.
+    Default: 256 MiB or, if that is more, twice the bytes on the wire of the largest gradient that the graph reduces, so
+    that the reduce of a layer's experts overlaps the computation of the next gradient."""
 
     save_for_backward_bytes: int | None = None
-    """Most bytes of unsharded parameters that stay from forward to backward instead of being gathered again. They are
-    the parameters that forward reads last. Default: in a graph that computes the loss, the bytes of the largest
-    parameter and an eighth more, since backward begins with what forward read last and has nothing yet that hides its
-    gather; in other graphs 0, and where the graph is compiled inside of hooks for saved tensors, such as
-    `torch.autograd.graph.save_on_cpu`. Where a value is given, over "p2p" each saved parameter takes memory for what
-    other ranks have of it, which the transport then holds on to."""
+    """Most bytes of unsharded parameters that are kept from forward to backward instead of being gathered again. They
+    are the parameters that forward reads last. Default: in a graph that computes the loss, the bytes of the largest
+    parameter and an eighth more, because backward begins with these parameters, when no compute can hide their gathers
+    yet. The default is 0 in other graphs, and in graphs that are compiled inside of hooks for saved tensors, such as
+    `torch.autograd.graph.save_on_cpu`. If a value is given, "p2p" keeps memory for the other ranks' pieces of each
+    saved parameter."""
 
     rematerialize: bool = True
-    """Compute again in backward what pointwise kernels make of tensors that are saved anyway, such as the result of a
-    norm or an activation that a matmul reads, rather than save that too. It frees a third of what a Llama block
-    saves, and costs up to a hundredth of a step (docs/lab/measurements.md). False: only where it costs no writing, as
-    torch.compile does by default."""
+    """Recompute the results of pointwise kernels, such as the output of a norm that a matmul reads, in backward, from
+    tensors that are saved anyway, instead of saving the results too. This saves a third of the memory that a Llama
+    block keeps for backward, and costs up to 1 % of a step (docs/lab/measurements.md). False: recompute only results
+    that backward need not write, as torch.compile does by default."""
 
     activation_memory_budget: float | None = None
     """The share of activations that forward saves for backward, from 1.0 (all that torch.compile would save) to 0.0
-    (the inputs of the graph alone): below 1.0, backward computes the cheapest ones again, matmuls too. Parameters that
-    this needs are gathered again; none is saved for backward, unless `save_for_backward_bytes` is given, and
-    `rematerialize` has no say. Default: `torch._functorch.config.activation_memory_budget`, which is 1.0. A budget
-    below 1.0 goes by sizes, so ranks that compile for different sizes may compute other nodes again; they then get an
-    error, not a hang."""
+    (the inputs of the graph alone). Below 1.0, backward recomputes the cheapest ones, matmuls included, and gathers the
+    parameters for this again. Then no parameter is saved for backward, unless `save_for_backward_bytes` is given, and
+    `rematerialize` has no effect. Default: `torch._functorch.config.activation_memory_budget`, which is 1.0. Below 1.0,
+    the choice depends on sizes, so ranks that compile for different sizes may recompute different nodes; they then get
+    an error, not a hang."""
 
     memory_limit: int | str | None = None
-    """Most memory that a rank's tensors take in a step, in bytes or as "70GiB". Forward saves as many activations for
-    backward as predictions say will fit, and backward computes the others again, block by block; then
-    `save_for_backward_bytes` is 0. Raises, before anything runs, if no plan fits. Counted are shards, gradients, both
-    moments of Adam, activations and unsharded parameters of compiled gathers, with 3 % to spare: the peak of
-    `torch.cuda.max_memory_allocated`. Not counted are unsharded blocks around compiled layers, other models, graphs
-    without backward, the memory of CUDA graphs, a cache of microbatches, an optimizer's step that is not fused, and
-    gradients of earlier microbatches outside of `zcompile.accumulate`. Where several graphs share a model (graph
-    breaks, layers compiled one by one), each may save in proportion to the parameters that it reads. Ranks that compile
-    a graph at the same place for inputs of different sizes agree, except over peer-to-peer copies, and where sizes
-    change which blocks there are. A rank that later compiles alone may choose differently; ranks then get an error, not
-    a hang. Compile for the largest inputs first, or pad to equal sizes. The default of `gather_budget_bytes` becomes a
-    sixteenth of the limit, and that of `microbatch_cache_bytes` becomes 0."""
+    """Most memory that a rank's tensors may take in a step, in bytes or as "70GiB". Forward saves as many activations
+    for backward as fit by prediction, and backward recomputes the others, block by block; then
+    `save_for_backward_bytes` is 0. If no plan fits, an error is raised before anything runs. The limit is for the peak
+    of `torch.cuda.max_memory_allocated`: shards, gradients, both moments of Adam, activations and unsharded parameters
+    of compiled gathers, with a margin of 3 %. It does not include unsharded blocks around compiled layers, other
+    models, graphs without backward, the memory of CUDA graphs, a microbatch cache, the step of an optimizer that is not
+    fused, and gradients of earlier microbatches outside of `zcompile.accumulate`. If several graphs share a model
+    (graph breaks, layers compiled one by one), each may save activations in proportion to the parameters that it reads.
+    Ranks that compile the same graph together for inputs of different sizes agree on a choice, except over "p2p", and
+    except if sizes change the blocks. A rank that later compiles alone may choose differently; ranks then get an error,
+    not a hang. Compile for the largest inputs first, or pad to equal sizes. The default of `gather_budget_bytes`
+    becomes a sixteenth of the limit, and that of `microbatch_cache_bytes` becomes 0."""
 
     bucket_bytes: int = 8 << 20
-    """Most bytes of unsharded parameters, or of gradients, that travel as one transfer: what NVLink moves in about
-    the time that starting a transfer takes. 0: each travels alone."""
+    """Most bytes of unsharded parameters, or of gradients, in one transfer. In the time that it takes to start a
+    transfer, NVLink moves about as many bytes as the default. 0: one transfer per parameter."""
 
     microbatch_cache_bytes: int | None = None
-    """Most bytes of unsharded parameters that stay unsharded from microbatch to microbatch inside of
-    `zcompile.accumulate`; what is gathered first is cached first. Default: a quarter of what is left of a rank's memory
-    (see `gather_budget_bytes`) after shards, gradients and two optimizer states of that size.
-    The DeepSpeed flag has no such block, so it caches only if this option is given: the option then promises that
+    """Most bytes of parameters that stay unsharded from microbatch to microbatch inside of `zcompile.accumulate`.
+    Parameters that are gathered first are cached first. Default: a quarter of the memory of a rank (see
+    `gather_budget_bytes`) that remains after shards, gradients and two optimizer states. DeepSpeed users do not call
+    `zcompile.accumulate`, so the DeepSpeed flag caches only if this option is given: by giving it, you promise that
     partitions do not change between the microbatches of a step."""
 
     cuda_graphs: bool = False
     """Capture each forward and backward as a CUDA graph, so that a step of small kernels does not wait for Python. The
-    modes "reduce-overhead" and "max-autotune" ask for it, too. On several GPUs it needs the transport "p2p". The third
-    call of a shape is captured; graphs keep the memory that they run in. Code that needs the host runs uncaptured: see
+    modes "reduce-overhead" and "max-autotune" also turn this on. On several GPUs it needs the transport "p2p". The
+    third call with the same shapes is captured; a graph keeps its memory. Code that needs the host runs uncaptured: see
     "CUDA graphs" in the guide, and `zcompile.stats(model)["cuda_graphs"]`."""
 
     skip_passes: Sequence[str] = ()
-    """Passes to leave out, of those in `zcompile.options.OPTIONAL_PASSES`: for finding out what one does. No number
-    changes."""
+    """Passes to leave out, from `zcompile.options.OPTIONAL_PASSES`, to find out the effect of a pass. Numbers stay the
+    same, except without `embedding_rows` on a GPU (see docs/passes.md)."""
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> "Settings":
-        """Settings from a user's options. Does not look into `inductor`: see `zcompile.compiler.backend.parse_options`.
+        """Check a user's options. `zcompile.compiler.backend.parse_options` also checks the contents of `inductor`.
 
         Raises:
-            ValueError: an unknown option, or a value that an option cannot have; lists what is known.
+            ValueError: an option is unknown (the error lists the known ones), or has a wrong value.
         """
         options = dict(options or {})
         known = [option.name for option in dataclasses.fields(cls)]
@@ -225,10 +227,10 @@ class Settings:
             raise ValueError(f"zcompile: option 'cuda_graphs' needs inner='inductor', not {self.inner!r}.")
 
     def plan(self, link: Link, memory_bytes: int) -> Plan:
-        """What passes are configured with, but for the limit of memory.
+        """Return the configuration of the passes, without `Plan.memory_limit`.
 
         Args:
-            memory_bytes: that a rank has.
+            memory_bytes: memory of a rank, see `zcompile.calibration.machine.Machine`.
         """
         budget, activations = self.gather_budget_bytes, self.activation_memory_budget
         if self.memory_limit is not None:
@@ -242,7 +244,7 @@ class Settings:
             reduce_budget_bytes=self.reduce_budget_bytes,
             bucket_bytes=self.bucket_bytes,
             save_for_backward_bytes=0 if saved is None and activations < 1.0 else saved,
-            rematerialize=self.rematerialize and activations == 1.0,  # else the budget decides
+            rematerialize=self.rematerialize and activations == 1.0,  # else the budget decides what is recomputed
             activation_memory_budget=activations,
             fused=self.inner == "inductor",
             disabled=tuple(self.skip_passes),
