@@ -100,10 +100,10 @@ def check_writers(path: Path, status: os.stat_result) -> None:
         problem = "every user of this machine may write it"
         remedy = f"Make it anew, or `chmod o-w {path}` if you trust it."
     if problem:
-        raise ArtifactError(f"zcompile: {path} is refused: {problem}, and loading it runs what is in it. {remedy}")
+        raise ArtifactError(f"zcompile: {path} is refused: {problem}, and loading it runs its code. {remedy}")
     if status.st_mode & stat.S_IWGRP:
         warnings.warn(
-            f"zcompile: the group of {path} may write it, and loading it runs what is in it: `chmod g-w {path}`, or "
+            f"zcompile: the group of {path} may write it, and loading it runs its code: `chmod g-w {path}`, or "
             "pin its SHA-256 (sha256=).",
             stacklevel=2,
         )

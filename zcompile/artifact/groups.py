@@ -84,8 +84,9 @@ def refuse_meshes(state: ShardedModel, used: Iterable[DeviceMesh] = ()) -> None:
     for mesh in used:
         if mesh not in inner.values():
             raise ArtifactError(
-                f"zcompile: no artifact can hold the model: its forward uses the mesh {mesh.mesh_dim_names}, over "
-                "which it reads no DTensor, so code may depend on the rank. Pass the process group instead."
+                f"zcompile: no artifact can hold the model: its forward uses the mesh {mesh.mesh_dim_names} and "
+                "reads no DTensor over it, so code may have the rank's coordinates as constants. Pass the process "
+                "group to forward instead of the mesh."
             )
 
 

@@ -104,7 +104,7 @@ def check_artifact(settings: Settings, mode: str | None = None) -> None:
     if settings.inner != "inductor":
         raise ValueError(f"zcompile: an artifact needs the option inner='inductor', not {settings.inner!r}.")
     if settings.cuda_graphs or wants_cuda_graphs(settings.inductor, mode):
-        raise ValueError("zcompile: an artifact holds no CUDA graphs: leave 'cuda_graphs', or the mode that asks, out.")
+        raise ValueError("zcompile: an artifact holds no CUDA graphs: leave out 'cuda_graphs' and modes that set it.")
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,7 @@ class FromFile:
         differing = [*shared.differing, *find(shared.open(str(self.path)).artifact, shared.position, call)[1]]
         if differing and shared.is_made_here:
             return ABSENT
-        return f"It was made for something else: {'; '.join(differing)}." if differing else FITS
+        return f"It was made for another model, call or machine: {'; '.join(differing)}." if differing else FITS
 
     def differing(self, model: nn.Module, artifact: Artifact) -> list[str]:
         """List the differences between the surroundings for which the file was made and those of this rank."""

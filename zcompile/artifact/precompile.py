@@ -129,7 +129,7 @@ def precompile(arguments: argparse.Namespace, earlier: Artifact | None) -> tuple
     build = _with_sizes(function_of(arguments.module, imported), arguments)
     name = Path(arguments.module.rpartition(":")[0]).stem
     if (rank := arguments.rank or 0) >= arguments.ranks:
-        raise BadInput(f"--rank {rank} is none of {arguments.ranks}")
+        raise BadInput(f"--rank {rank} must be less than the number of ranks, {arguments.ranks}")
     dist.init_process_group("fake", rank=rank, world_size=arguments.ranks, store=FakeStore())
     try:
         model, batch, loss = built_by(build, arguments.module)

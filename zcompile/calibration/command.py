@@ -71,7 +71,7 @@ def _measure(output: Path | None) -> int:
             try:
                 file = write_calibration(calibration, output)
             except OSError as error:
-                raise BadInput(f"what was measured could not be kept: {error}") from error
+                raise BadInput(f"the measured rates could not be kept: {error}") from error
             print(f"{describe(calibration)}\nIn {file}, after {time.monotonic() - begin_s:.1f} s.")
     finally:
         dist.destroy_process_group()

@@ -96,9 +96,9 @@ def calibrate(mesh: DeviceMesh | None = None, *, write: bool = True) -> Calibrat
         if warning := calibration.pace_warning:
             log.warning("zcompile: %s", warning)
         try:
-            log.info("zcompile: what was measured is in %s", write_calibration(calibration))
+            log.info("zcompile: the measured rates are in %s", write_calibration(calibration))
         except OSError as error:
-            log.warning("zcompile: what was measured could not be kept: %s", error)
+            log.warning("zcompile: the measured rates could not be kept: %s", error)
     return calibration
 
 
