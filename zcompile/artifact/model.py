@@ -232,7 +232,7 @@ class FromFile:
     def load_another(self, model: nn.Module, args: Any, kwargs: Any) -> Program | None:
         """Load the file's program for a call that no loaded program serves. Returns None if the file has none.
 
-        Other ranks need not take part, as they need not if this rank compiles.
+        No other rank takes part, just as none would if this rank compiled.
         """
         key = inputs(args, kwargs), torch.is_grad_enabled(), model.training
         file = self.shared.file
@@ -329,7 +329,7 @@ class FromFile:
         return f"It was made for another model, call or machine: {'; '.join(differing)}." if differing else FITS
 
     def differing(self, model: nn.Module, artifact: Artifact) -> list[str]:
-        """List the differences between the surroundings for which the file was made and those of this rank."""
+        """List the differences between the `surroundings` for which the file was made and those of this rank."""
         memory_bytes, has_bytes = int(artifact.facts["memory_bytes"]), state_of(model).machine.memory_bytes
         here = self.shared.surroundings
         if memory_bytes != has_bytes:

@@ -200,7 +200,8 @@ def first_line(error: Exception) -> str:
 def _functions(made: aot.Made, model: nn.Module) -> list[tuple[str, str, bool]]:
     """Return a description of each function and process group whose guard was dropped (`Made.dropped`).
 
-    Each is (a Python expression for the object, its `_identity`, whether each call compares it: globals and groups).
+    Each is (a Python expression for the object, its `_identity`, whether each call compares it: True for globals and
+    process groups).
     """
     groups = groups_of(model)
     loaded = aot.Loaded(made.program, made.objects, made.code, groups)

@@ -15,7 +15,7 @@ from zcompile.costs.hardware import ADAM_BYTES
 T = TypeVar("T")
 
 WARM_UP_S = 1.0  # of matmuls before measuring: a GPU that was idle is faster until it reaches its power limit
-ROUNDS = 5  # whose median is taken
+ROUNDS = 5  # per measurement, whose median is taken
 ROUND_S = 0.05  # approximate length of a round, so that clocks settle
 MOST_CALLS = 1000  # in a round
 SLOW_S = 0.2  # Longer calls run twice instead: without bf16 instructions, a matmul takes seconds.

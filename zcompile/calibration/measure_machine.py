@@ -38,7 +38,7 @@ GPU_PRODUCT, CPU_PRODUCT = 4096, 256  # rows of the matmuls that run beside tran
 SEVERAL = 8  # transfers in a row on GPUs, where one alone is short
 CPU_GROUP = 8  # tensors per transfer on CPUs, because packing them takes time
 LARGE_BYTES = 8 * MIB
-ROUNDS = 15  # whose lower quartile is taken
+ROUNDS = 15  # per measurement, whose lower quartile is taken
 
 
 @torch.inference_mode(False)

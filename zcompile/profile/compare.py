@@ -22,7 +22,7 @@ from zcompile.profile.launch import Failed, Job, run
 
 # Dense bf16 (tensor cores, no sparsity), floating-point operations a second, by NVIDIA's data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-STRAYS = {"fp32": 1e-3, "bf16": 1e-2, "autocast": 1e-2}  # relative differences of losses above it are not rounding
+STRAYS = {"fp32": 1e-3, "bf16": 1e-2, "autocast": 1e-2}  # a larger relative difference of losses is not rounding
 
 
 def count(job: Job) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def run(job: Job) -> dict[str, Any]:
     if not result.exists():
         raise failed or Failed(f"the ranks ended without a result: {_last_words(job, 0)}")
     measured = json.loads(result.read_text())
-    if failed:  # after the measurement
+    if failed:  # failed after the measurement
         measured["missing"].append(f"{'end without an error' if measured['plan'] else 'plan'} ({failed})")
     return measured
 
@@ -126,7 +126,7 @@ def _wait(job: Job, processes: list[subprocess.Popen[bytes]]) -> None:
             raise Failed(f"no result within {job.timeout_s:.0f} s: {_last_words(job, 0)}")
         time.sleep(0.05)
     for rank, process in enumerate(processes):
-        if process.returncode and process.returncode < 0:  # before the errors of ranks that miss it
+        if process.returncode and process.returncode < 0:  # checked first: errors of other ranks result from it
             raise Failed(
                 f"rank {rank} was killed by {signal.Signals(-process.returncode).name}: {_last_words(job, rank)}"
             )

@@ -48,10 +48,10 @@ class Parts:
 def parts_of_step(trace: dict[str, Any], count: int) -> Parts:
     """Return the parts of a step, means over the `count` traced steps, which follow each other without a gap.
 
-    On a GPU, the steps last from its first event to its last. Compute is all events on the busiest stream but NCCL's
-    and zcompile's kernels. Communication is these kernels and all events on other streams: copies between devices,
-    packing, casts and sums. In a CUDA graph the driver chooses the streams, so there compute is all kernels but NCCL's,
-    zcompile's, and those of the driver, which copy.
+    On a GPU, the steps last from its first event to its last. Compute is all events on the busiest stream except
+    NCCL's and zcompile's kernels. Communication is these kernels and all events on other streams: copies between
+    devices, packing, casts and sums. In a CUDA graph the driver chooses the streams, so there compute is all kernels
+    except NCCL's, zcompile's, and those of the driver, which copy.
 
     On a CPU, communication is gloo's work on its threads and the waits of zcompile's ops, without gloo's events for
     zcompile's messages, which last until the wait. Compute is aten's ops and compiled graphs, without these waits.
@@ -163,7 +163,8 @@ def wire_bytes(trace: dict[str, Any], ranks: int) -> int:
 
     These tensors are outputs of all-gathers, and inputs of reduce-scatters, all-reduces and all-to-alls.
     `zcompile.stats` counts the same, without other collectives such as norms of gradients. With W ranks, (W - 1) / W of
-    the bytes cross a link, twice as many for an all-reduce. A message of zcompile counts by the bytes that cross.
+    the bytes cross a link, twice as many for an all-reduce. All bytes of zcompile's messages cross a link, so they are
+    multiplied by W / (W - 1).
 
     Args:
         ranks: W. Events of gloo's all-gathers do not contain it.
