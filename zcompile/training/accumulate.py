@@ -14,41 +14,41 @@ from zcompile.training.deferred_reduces import deferral_of
 
 @contextlib.contextmanager
 def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
-    """Around the microbatches of one step: parameters do not change inside, so compiled graphs gather them once.
+    """Gather each parameter once for all microbatches of a step; a context manager around the microbatches.
 
-    What is gathered stays unsharded until the end; first come, first kept, until the option `microbatch_cache_bytes`
-    is used up. Over p2p, the copies of shards that peers read are renewed once. Gradients add up as ever, but into new
-    memory each time: a tensor that was taken out of `.grad` earlier does not follow. With "each", no number changes,
-    except that gradients of a parameter which several graphs read are added in another order. All ranks must enter and
-    leave the block at the same microbatches. Do not change parameters inside: reads may give the old values until the
-    block ends.
+    Compiled graphs keep gathered parameters unsharded until the end of the `with` block, in the order in which they
+    gather them, until the option `microbatch_cache_bytes` is used up. Peer to peer, cached shards are refreshed once.
+    Gradients accumulate as usual, but each microbatch puts a new tensor into `.grad`, so a reference to an earlier one
+    is not updated. With "each", results do not change, except that gradients of a parameter that several graphs read
+    are added in another order. All ranks must enter and leave at the same microbatches. Do not change parameters
+    inside: reads may return the old values until the end.
 
     Args:
-        reduce: when gradients are reduced. All ranks pass the same.
+        reduce: when gradients are reduced; the same on all ranks.
 
             - "each": in each microbatch.
-            - "shards": each microbatch sums them over the ranks that share the shards, and the block's end once over
-              replicas (FSDP2's `set_requires_all_reduce(False)`). With `states="global"` it is once over hosts, and
-              `.grad` is as with "last". Without a 2-D mesh, as "each".
-            - "last": they add up unreduced, and the block's end reduces them once (FSDP2's
-              `set_requires_gradient_sync(False)`). Each rank holds a whole gradient of every parameter meanwhile, in
-              the parameter's dtype. Hooks of parameters run at the end. Parameters of units (`units` of
-              `zcompile.shard`) are reduced in each microbatch all the same. On one rank, as "each".
+            - "shards": each microbatch sums gradients over the ranks that share the shards; the sum over replicas
+              follows once, at the end (FSDP2's `set_requires_all_reduce(False)`). With `states="global"` the sum over
+              hosts follows once, and `.grad` behaves as with "last". On a 1-D mesh, the same as "each".
+            - "last": unreduced gradients add up, and are reduced once, at the end (FSDP2's
+              `set_requires_gradient_sync(False)`). Until then each rank holds the whole gradient of every parameter,
+              in the parameter's dtype. Hooks of parameters run at the end. Parameters of units (`units` of
+              `zcompile.shard`) are still reduced in each microbatch. On one rank, the same as "each".
 
-            Gradients of split backwards (zero-bubble pipelines) are reduced at the block's end.
+            Gradients of split backwards (zero-bubble pipelines) are reduced at the end.
 
-            With "shards" and "last", `.grad` is right only after the block, and a block that raises leaves the
-            gradients that were there before it. With "last", it is ones inside: by what the program multiplies or
-            divides these after its last backward, the gradients are multiplied and divided at the end. Setting it to
-            None, as `zero_grad()` does, drops the gradients so far.
+            With "shards" and "last", `.grad` is valid only after the `with` block; if the block raises, `.grad` is as
+            it was before. With "last", `.grad` holds ones inside. If the program multiplies or divides these ones
+            after its last backward, the reduced gradients are scaled by the same factor. Setting `.grad` to None, as
+            `zero_grad()` does, discards the gradients so far.
 
     Raises:
-        RuntimeError: `model` is not sharded; an optimizer steps with its parameters inside.
-        ValueError: `reduce` is none of these, or an outer block has another.
+        RuntimeError: `model` is not sharded, or an optimizer that holds its parameters steps inside.
+        ValueError: `reduce` has another value, or is neither "each" nor the value of an enclosing `accumulate`.
     """
     state = state_of(model)
     deferral = deferral_of(reduce, models_of(state))
-    if state.microbatches.accumulates:  # the outer block lasts longer
+    if state.microbatches.accumulates:  # the enclosing `accumulate` ends it
         if reduce not in ("each", state.microbatches.reduce):
             raise ValueError(
                 f"zcompile: accumulate(reduce={reduce!r}) inside of accumulate(reduce={state.microbatches.reduce!r})"
@@ -83,8 +83,9 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
 
 
 def begin_accumulating(state: ShardedModel, microbatch_cache_bytes: int) -> None:
-    """Parameters do not change from here on: gradients add up in place, and what is gathered stays unsharded, up to
-    `microbatch_cache_bytes`. What other domains have is gathered anew."""
+    """Keep gathered parameters unsharded, up to `microbatch_cache_bytes`, and add up gradients in place.
+
+    Parameters must not change until `end_accumulating`. Those of other domains are gathered in each microbatch."""
     if state.block_order is not None:
         state.block_order.keep(microbatch_cache_bytes)
     if state.unit_order is not None:
@@ -95,7 +96,7 @@ def begin_accumulating(state: ShardedModel, microbatch_cache_bytes: int) -> None
 
 
 def end_accumulating(state: ShardedModel) -> None:
-    """Parameters may change again."""
+    """Undo `begin_accumulating`: kept parameters are freed, and parameters may change again."""
     for order in state.orders:
         order.release()
     for model in models_of(state):

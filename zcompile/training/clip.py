@@ -22,20 +22,20 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale all gradients by one factor, so that the norm of all of them together is at most `max_norm`.
 
-    As `torch.nn.utils.clip_grad_norm_`, which takes parameters of one mesh. Here dense layers and experts may be
-    sharded over meshes of their own. All ranks call it together, with the same parameters in the same order.
+    `torch.nn.utils.clip_grad_norm_` takes parameters over one mesh; this function takes several, such as dense layers
+    and experts have. A collective call: all ranks pass the same parameters in the same order.
 
     Args:
-        parameters: with or without gradients. A gradient that is no DTensor must be the same on all ranks.
+        parameters: those without a gradient are skipped. A gradient that is a plain tensor must be equal on all ranks.
         norm_type: p of the p-norm; `float("inf")` for the largest absolute value.
-        error_if_nonfinite: whether a norm that is not finite is an error.
-        foreach: as in torch.
+        error_if_nonfinite: whether to raise if the norm is inf or NaN.
+        foreach: as in `torch.nn.utils.clip_grad_norm_`.
 
     Returns:
-        The norm before, a scalar tensor, the same on all ranks.
+        The norm before clipping, a scalar tensor, the same on all ranks.
 
     Raises:
-        RuntimeError: the norm is not finite, and `error_if_nonfinite`; or gradients are not reduced yet.
+        RuntimeError: the norm is inf or NaN and `error_if_nonfinite` is True; or gradients are not reduced yet.
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     _refuse_deferred(given)

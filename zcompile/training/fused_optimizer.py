@@ -1,9 +1,9 @@
-"""A step of AdamW that also refreshes the cached shards that peers gather.
+"""A step of Adam or AdamW that also writes the cached shards that peers gather.
 
-Peer to peer, each rank caches its shards in `param_dtype`. To refresh them after a step, it would read all main
-parameters again; the optimizer's kernel has them at hand. torch's own step runs as it is. Only the call of its fused
-kernel is replaced, by a dispatch mode that lasts as long as the step. In which order parameters are stepped, and why,
-is in csrc/p2p/schedule/adam_schedule.h.
+Peer to peer, each rank caches its shards in `param_dtype`. A refresh of the cache after a step would read all main
+parameters again. The optimizer's kernel has just computed them, so it writes the cache, too. torch's own `step` runs
+unchanged: a dispatch mode replaces only its call of the fused kernel. csrc/p2p/schedule/adam_schedule.h explains the
+order in which the kernel steps parameters.
 """
 
 import contextlib
@@ -24,47 +24,48 @@ from zcompile.training.main_parameters import note_writes
 from zcompile.training.offload import COUNTS, Offload, Tensors
 
 ADAM, ADAMW = torch.ops.aten._fused_adam_.default, torch.ops.aten._fused_adamw_.default
-MAXIMA = 4  # which of their arguments has the maxima of squares, for amsgrad
+MAXIMA = 4  # index of their argument `max_exp_avg_sqs`, for amsgrad
 OFFLOADS = "moments", "states"
 
 
 def fuse_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, offload: str | None = None
 ) -> torch.optim.Optimizer:
-    """Let steps of `optimizer` write the shards that the next forward gathers, and free gradients as they go.
+    """Let `optimizer.step` also write the shards that the next forward gathers, and free gradients.
 
-    No number changes, with one exception: `offload="states"` on one rank, with `param_dtype` under Inductor. Without
-    offload, Inductor fuses casts of parameters into kernels there, and leaves their rounding out.
+    Peer to peer this saves one pass over all main parameters in each step. Over other transports, steps run torch's
+    kernel. Results do not change, with one exception: `offload="states"` on one rank, with `param_dtype`, under
+    Inductor. Without offload, Inductor fuses the casts of parameters into kernels there and leaves their rounding out.
 
-    Peer to peer this saves one pass over all main parameters per step; over other transports, steps are torch's.
-
-    In any case `step()` leaves `.grad` of the model's parameters None, already when hooks behind it run, since the
-    step may write to the memory of gradients. Clone a gradient before the step if you want it afterwards. Between a
-    step and the next forward, change parameters by plain in-place operations under `torch.no_grad()`, or by
-    `load_state_dict`. A write through `.data`, by `torch._foreach_*` or by another optimizer is not in that forward,
-    but in the next one with a step or a backward before it. Schedulers, GradScaler, state and checkpoints of the
-    optimizer are as ever. With GradScaler, and where Adam adds weight decay to the gradient, steps are torch's. All
-    ranks call this, or none, and all ranks step.
+    `step()` sets `.grad` of the model's parameters to None, because it may write to the memory of gradients. Clone a
+    gradient before the step to use it later, also in hooks that run after the step. Between a step and the next
+    forward, change parameters only by in-place operations under `torch.no_grad()` or by `load_state_dict`: that
+    forward misses a write through `.data`, by `torch._foreach_*` or by another optimizer. The first forward after
+    another step or backward has it. Schedulers, GradScaler, and the optimizer's state and checkpoints work as usual.
+    With GradScaler, and with `Adam` and weight decay, steps run torch's kernel. All ranks or none call this, and all
+    ranks step.
 
     Args:
         model: sharded by `zcompile.shard`; its transport may still change.
-        optimizer: `torch.optim.Adam` or `AdamW` with `fused=True`, over any parameters of `model` and others.
-        offload: "moments" keeps both Adam moments of the model's parameters, which must be float32, in pinned host
-            memory; a step copies them to the GPU and back, group by group. Main parameters and gradients stay on the
-            GPU. A moment taken from `optimizer.state` before a step may be read after it only once `optimizer.state`,
-            or `optimizer.state_dict()`, has been read again. "states" also keeps main parameters there that are always
-            gathered in one narrower dtype: the GPU has a copy in that dtype, and reads and writes of the parameters
-            go over the link. Those in `param_dtype` move in this call, others in the first step after a forward; a
-            warning of that step says how much stays on the GPU, and why, if it is more than 1 %.
+        optimizer: `torch.optim.Adam` or `AdamW` with `fused=True`; it may also hold parameters of other models.
+        offload: the states to keep in pinned host memory. Default: none.
+
+            - "moments": both Adam moments of the model's parameters, which must be float32. A step copies them to the
+              GPU and back, group by group. Main parameters and gradients stay on the GPU. After a step, read
+              `optimizer.state` or `optimizer.state_dict()` again before you use a moment that you got from it earlier.
+            - "states": also main parameters whose gathers all have one narrower dtype. The GPU keeps a copy in that
+              dtype for gathers; other reads and writes of the parameter go over the link. Parameters with a
+              `param_dtype` move in this call, others in the first step after a forward. If more than 1 % of the bytes
+              stay on the GPU, that step warns of the amount and the reason.
 
     Returns:
-        `optimizer`, whose `step` is another.
+        `optimizer`, with its `step` replaced.
 
     Raises:
         RuntimeError: `model` is not sharded.
-        ValueError: another optimizer, or one that is not fused, or `amsgrad`, `maximize` or a tensor as learning rate;
-            an `offload` that there is not, or another one than in an earlier call; parameters that are not float32;
-            "states" for parameters that are sharded with `states="global"`.
+        ValueError: `optimizer` is of another class, not fused, or has `amsgrad`, `maximize` or a tensor as learning
+            rate; `offload` has another value, or differs from an earlier call's; with `offload`, a parameter is not
+            float32; "states" with `zcompile.shard(states="global")`.
     """
     state = state_of(model)
     _check_optimizer(optimizer)
@@ -88,7 +89,7 @@ def fuse_optimizer(
             )
         return optimizer
     unbound = getattr(inner, "__func__", None)
-    if unbound is None:  # a scheduler was there before
+    if unbound is None:  # a scheduler has wrapped `step` before
         unbound = functools.wraps(inner)(lambda self: inner())
     offloading = None if offload is None else Offload(offload, state, optimizer)
     fused: Any = _fused_step(unbound, state, offloading)
@@ -97,7 +98,7 @@ def fuse_optimizer(
     if offload == "states":
         read_narrow_shards(state)
     fused.fused_by_zcompile = (*models, weakref.ref(state))
-    # Weak: if the optimizer's own `step` held the optimizer, nothing would free it, nor its states, before the next gc.
+    # Weak: an optimizer whose `step` held it would stay alive, with its states, until the next garbage collection.
     reference = weakref.ref(optimizer)
 
     @functools.wraps(fused)
@@ -105,13 +106,13 @@ def fuse_optimizer(
         return fused(reference(), closure)
 
     bound: Any = step
-    bound.__func__ = fused  # as of a method, which schedulers expect
+    bound.__func__ = fused  # schedulers expect a bound method, which has this attribute
     vars(optimizer)["step"] = step
     return optimizer
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what the transports' kernels do not compute."""
+    """Raise ValueError unless transports' kernels can compute the step of `optimizer`."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise ValueError(f"zcompile.fuse_optimizer takes torch.optim.Adam and AdamW, not {type(optimizer).__name__}.")
     for group in optimizer.param_groups:
@@ -122,10 +123,10 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _fused_step(unbound: Callable[..., Any], state: ShardedModel, offload: Offload | None) -> Callable[..., Any]:
-    """`unbound`, an optimizer's step, with the kernels of `state`'s transport; drops the gradients of `state`."""
+    """Wrap `unbound`, an optimizer's step, to run the kernel of `state`'s transport and then drop gradients."""
     mode = StepMode(state, offload)
 
-    @functools.wraps(unbound)  # schedulers and others leave marks on it
+    @functools.wraps(unbound)  # keeps attributes that schedulers and others set on it
     def fused(self: torch.optim.Optimizer, closure: Any = None) -> Any:
         loss = None
         if closure is not None:
@@ -139,7 +140,7 @@ def _fused_step(unbound: Callable[..., Any], state: ShardedModel, offload: Offlo
         stepped = [parameter for group in self.param_groups for parameter in group["params"] if id(parameter) in ours]
         for parameter in stepped:
             parameter.grad = None
-        if offload is None:  # an earlier optimizer may have moved them to the host
+        if offload is None:  # an earlier optimizer may have moved main parameters to the host
             note_writes(stepped)
         return loss
 
@@ -147,20 +148,20 @@ def _fused_step(unbound: Callable[..., Any], state: ShardedModel, offload: Offlo
 
 
 class StepMode(TorchDispatchMode):
-    """Where torch calls its fused kernel, calls the transport's for parameters of the model, if it has one.
+    """Replaces torch's fused kernel by the transport's, for parameters of the model, if the transport has one.
 
-    Else torch's, on their shards; and torch's for other parameters.
+    If it has none, torch's kernel steps their local shards. Other parameters always step by torch's kernel.
     """
 
     def __init__(self, state: ShardedModel, offload: Offload | None = None):
         super().__init__()
         self.reference = weakref.ref(state)  # an optimizer must not hold a model
         self.offload = offload
-        self.refreshes_cache = False  # whether the transport did, in some step
+        self.refreshes_cache = False  # whether the transport's kernel has, in some step
 
     @property
     def state(self) -> ShardedModel | None:
-        """The model, until it is freed; steps are torch's from then on."""
+        """The model; None after it was freed. Steps then run torch's kernel."""
         return self.reference()
 
     def __torch_dispatch__(
@@ -170,11 +171,11 @@ class StepMode(TorchDispatchMode):
         if func not in (ADAM, ADAMW) or state is None:
             return func(*args, **kwargs)
         parameters = args[0]
-        # Tensor subclasses step by ops of their own.
+        # A tensor subclass has its own implementations of the ops of a step.
         plain = [sharded for sharded in state.parameters.values() if sharded.of_subclass is None]
         index_of = {id(sharded.parameter): sharded.index for sharded in plain}
         ours = [i for i, parameter in enumerate(parameters) if id(parameter) in index_of]
-        is_scaled = kwargs.get("grad_scale") is not None or kwargs.get("found_inf") is not None  # and maybe by DTensors
+        is_scaled = kwargs.get("grad_scale") is not None or kwargs.get("found_inf") is not None  # maybe DTensors
         if not ours or is_scaled or not all(_are_sharded_alike(args, i) for i in ours):
             if self.refreshes_cache:
                 torch.autograd.graph.increment_version([local_of(parameters[i]) for i in ours])
@@ -207,9 +208,10 @@ class StepMode(TorchDispatchMode):
         done: Sequence[int],
         tensors: Tensors,
     ) -> None:
-        """Step this rank's parts of `parameters`, as `Step` says, by the transport's kernel, or by torch's.
+        """Step this rank's shards by the transport's kernel if it can, else by torch's; see `Step` for the arguments.
 
-        An op on DTensors would make specs of all of them, which takes the host longer than all else of a step.
+        `tensors` are local, because an op on DTensors would make a spec of each, which takes the host longer than the
+        rest of the step.
         """
         state, settings = self.state, {name: kwargs[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
         assert state is not None
@@ -217,19 +219,19 @@ class StepMode(TorchDispatchMode):
         needed = [values for i, values in enumerate(tensors) if i != MAXIMA]
         if _is_plain(func, kwargs) and state.runtime.fused_adam_step(indices, needed, **settings):
             self.refreshes_cache = True
-            # At once: a hook, or a handler of an error, that wrote to a gradient now would write to the cache.
+            # Now, not after the step: a gradient may lie in the cache's memory, and a hook could write to it.
             for item in done:
                 parameters[item].grad = None
             return
         if self.refreshes_cache:
-            # torch's kernel does not, and copies cached by the step before would pass for new.
+            # torch's kernel leaves the copies that an earlier step cached: mark them as out of date.
             torch.autograd.graph.increment_version(tensors[0])
         func(*tensors, **kwargs)
 
     def _step_others(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Step by torch's kernel. DTensor redistributes tensors that are not sharded as their parameter is, or refuses.
+        """Step by torch's kernel. DTensor redistributes gradients and moments sharded unlike the parameter, or raises.
 
-        Moments in host memory are streamed: of the model's other domains, and of all its parameters with a scaler.
+        Moments in host memory are streamed: those of the model's other domains, and with a GradScaler all of them.
         """
         offload, scales = self.offload, [kwargs.get(name) for name in ("grad_scale", "found_inf")]
         if offload is None:
@@ -250,17 +252,17 @@ class StepMode(TorchDispatchMode):
 
 
 def _taken(args: Sequence[Any], places: list[int]) -> Tensors:
-    """The tensors at some places of each list that a fused kernel takes; that of maxima may be empty."""
+    """Select the entries `places` of each list that a fused kernel takes; the list of amsgrad's maxima may be empty."""
     return [[values[i] for i in places] if values else [] for values in args]
 
 
 def _is_plain(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the call is for what transports compute. Groups may have changed since, as by a checkpoint."""
+    """Whether transports' kernels compute this step; a checkpoint may have changed the settings of groups since."""
     if kwargs["amsgrad"] or kwargs["maximize"]:
         return False
     return func is ADAMW or kwargs["weight_decay"] == 0
 
 
 def _are_sharded_alike(args: Sequence[Any], i: int) -> bool:
-    """Whether the gradient and the moments of parameter `i` are sharded as it is, so that a rank's parts are a step."""
+    """Whether parameter `i`, its gradient and moments are sharded alike, so that each rank can step its shard alone."""
     return are_alike([getattr(values[i], "_spec", None) for values in args[:COUNTS] if values])

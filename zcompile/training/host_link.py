@@ -1,4 +1,4 @@
-"""Copies between the memory of the host and that of a device, beside its compute."""
+"""Copies between host and device memory that overlap with compute."""
 
 import enum
 from collections.abc import Callable
@@ -8,22 +8,22 @@ import torch
 
 
 class Queue(enum.Enum):
-    """Work that runs in order. Queues run beside each other, as streams of a GPU do."""
+    """A queue runs its work in order, and concurrently with other queues, like a CUDA stream."""
 
     TO_DEVICE = enum.auto()
-    COMPUTE = enum.auto()  # where the program computes: on a GPU, the current stream
+    COMPUTE = enum.auto()  # the program's own work: on a GPU, the current stream
     TO_HOST = enum.auto()
 
 
 class HostLink:
-    """The link of a CPU, whose own memory is both: work is done when `run` returns, so no wait has an effect."""
+    """Queues of a CPU device, whose memory is the host's: `run` returns when the work is done, so waits do nothing."""
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Uninitialised host memory of the shape and dtype of `like`, which copies can use beside compute."""
+        """Allocate uninitialised host memory of the shape and dtype of `like`; for a GPU it is pinned."""
         return torch.empty(like.shape, dtype=like.dtype, device="cpu")
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, which lies in the host's memory, in memory that copies can use beside compute."""
+        """Return `tensor`, which lies in host memory; for a GPU, a pinned copy if it is not pinned."""
         return tensor
 
     def is_host(self, tensor: torch.Tensor) -> bool:
@@ -31,25 +31,25 @@ class HostLink:
         return tensor.device.type == "cpu"
 
     def run(self, queue: Queue, work: Callable[[], None]) -> None:
-        """Let `queue` do `work` after the work that it was given before."""
+        """Enqueue `work` on `queue`."""
         work()
 
     def mark(self, queue: Queue) -> Any:
-        """A mark that is passed when the work given to `queue` so far is done."""
+        """Return a mark, such as a CUDA event, that is passed when all work enqueued on `queue` so far is done."""
         return queue
 
     def wait(self, queue: Queue, mark: Any) -> None:
-        """Let `queue` go on only when `mark` is passed."""
+        """Make work enqueued on `queue` from now on wait until `mark` is passed."""
 
     def synchronize(self, mark: Any) -> None:
-        """Let the host go on only when `mark` is passed."""
+        """Block the host until `mark` is passed."""
 
     def release(self, buffer: torch.Tensor) -> None:
-        """Let the memory of `buffer`, which the caller drops, be used again only when all queues are done with it."""
+        """Delay reuse of the memory of `buffer`, which the caller drops, until all queues are done with it."""
 
 
 class CudaLink(HostLink):
-    """The link of a GPU. Both directions have a stream, so that copies go both ways at once, beside compute."""
+    """Queues of a GPU. Each direction has a stream: copies overlap with compute and with each other."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -85,5 +85,5 @@ class CudaLink(HostLink):
 
 
 def host_link_of(device: torch.device) -> HostLink:
-    """The link between the host and `device`."""
+    """Return the queues for copies between the host and `device`."""
     return CudaLink(device) if device.type == "cuda" else HostLink()

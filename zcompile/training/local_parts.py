@@ -1,4 +1,4 @@
-"""This rank's parts of DTensors, which steps take in place of them."""
+"""Local tensors of DTensors, which optimizer steps compute on."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ from torch.distributed.tensor import DTensor
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; another tensor as it is."""
+    """Return the local tensor of a DTensor; any other tensor unchanged."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
 
 
 def are_alike(specs: list[Any]) -> bool:
-    """Whether DTensors of these specs are sharded as the first one is. None stands for a plain tensor.
+    """Whether all `specs` have the same mesh and placements. With None, for a plain tensor, it is False.
 
-    It runs for each parameter in each step, so it first asks whether specs, and their meshes, are the same objects.
+    It runs for each parameter in each step, so it compares the identity of specs and meshes first, which is fast.
     """
     first, *others = specs
     for other in others:
@@ -35,12 +35,12 @@ def is_sharded_as(tensor: Any, parameter: DTensor) -> bool:
 
 
 def fits(parameter: Any) -> bool:
-    """Whether moments of `parameter` are streamed: not those of a tensor subclass, whose ops are its own."""
+    """Whether moments of `parameter` can be streamed: its shard is a plain, contiguous float32 tensor."""
     local = local_of(parameter)
     is_plain = isinstance(parameter, DTensor) and type(local) is torch.Tensor
     return is_plain and local.dtype == torch.float32 and local.is_contiguous()
 
 
 def with_local(like: torch.Tensor, local: torch.Tensor) -> Any:
-    """`local` as this rank's part of a DTensor like `like`, as FSDP2 has it of offloaded parameters."""
+    """Make `local` the local tensor of a DTensor like `like`. It may lie in host memory, as under FSDP2's offload."""
     return DTensor(local, like._spec, requires_grad=False) if isinstance(like, DTensor) else local

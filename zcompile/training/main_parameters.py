@@ -1,16 +1,16 @@
 """Main parameters in host memory: which ones, the copies that gathers read, and the writes that change them.
 
 [Note: main parameters in host memory]
-A main parameter that is always gathered in one narrow dtype is read in float32 by the optimizer alone. With
-`fuse_optimizer(offload="states")` its memory is pinned memory of the host. The DTensor, its storage and its device stay
-the same: kernels and copies of a GPU reach pinned memory at the host's address. So every reader finds float32 values,
-only more slowly: `state_dict`, checkpoints that are saved or loaded, `full_tensor`, gathers in another dtype.
+If a main parameter is always gathered in one narrower dtype, only the optimizer reads its float32 values. So
+`fuse_optimizer(offload="states")` moves it to pinned host memory. The DTensor, its storage and its device stay the
+same, because kernels and copies of a GPU can access pinned memory. All readers still get float32 values, only more
+slowly: `state_dict`, saving and loading of checkpoints, `full_tensor`, gathers in another dtype.
 
-Gathers in that dtype read the *narrow shard*, a copy on the device. Three things change a main parameter:
+Gathers in the narrower dtype read the *narrow shard*, a copy on the device. Each write to a main parameter renews it:
   - A streamed step (offload.py) writes both. At its end, the program's stream waits for the copies to the host, so
-    later reads find the new values.
-  - In-place operations move a version counter, and the next gather casts again (`ShardedParam::renew_narrow`).
-  - Kernels of other optimizers move no counter. A hook after all steps does.
+    that later reads get the new values.
+  - An in-place operation increments a version counter, so the next gather casts again (`ShardedParam::renew_narrow`).
+  - Kernels of other optimizers increment no counter, so a hook that runs after every optimizer step does.
 """
 
 import functools
@@ -27,27 +27,27 @@ from zcompile.state.attributes import SHARDED
 from zcompile.state.sharded_parameter import OnHost, ShardedParameter
 from zcompile.training.local_parts import local_of
 
-SHARE_TO_WARN_OF = 0.01  # of the bytes of main parameters; norms are less
+SHARE_TO_WARN_OF = 0.01  # of the bytes of main parameters; weights of norms are fewer
 
 
 def sharded_by(parameter: torch.Tensor) -> ShardedParameter | None:
-    """The `ShardedParameter` of `parameter`, a DTensor of a sharded model; None of others, and of a freed model."""
+    """Return the `ShardedParameter` of a DTensor of a sharded model; None for other tensors and freed models."""
     sharded: ShardedParameter | None = getattr(parameter, SHARDED, lambda: None)()
     return sharded
 
 
 def on_host(parameter: torch.Tensor) -> OnHost | None:
-    """The main parameter of `parameter`, if it lies in host memory and the model is not freed."""
+    """Return the host memory and narrow shard of `parameter`; None if it is on the device or its model was freed."""
     sharded = sharded_by(parameter)
     return sharded.on_host if sharded is not None else None
 
 
 def narrow_dtype(parameter: torch.Tensor) -> torch.dtype | None:
-    """The dtype of all gathers of `parameter` if its main parameter may move to the host; None if it may not.
+    """Return the dtype of all gathers of `parameter` if its main parameter may move to the host, else None.
 
-    Without `param_dtype`, gathers until now decide. A scalar is not worth it. Memory that other tensors share stays.
-    All ranks come to one answer, also those without a row of the parameter: peer to peer, no rank caches the parameter
-    in other dtypes then (`ShardedParam::is_cached_in`).
+    Without `param_dtype`, the gathers so far decide. Scalars stay, and so does memory that other tensors share. All
+    ranks must get the same result, also those with an empty shard: peer to peer, it decides in which dtype every rank
+    caches the parameter (`ShardedParam::is_cached_in`).
     """
     sharded = sharded_by(parameter)
     if sharded is None or sharded.on_host is not None or sharded.leaf_reference() is None or not sharded.shape:
@@ -62,25 +62,25 @@ def narrow_dtype(parameter: torch.Tensor) -> torch.dtype | None:
 
 
 def _gathered_in(sharded: ShardedParameter) -> set[torch.dtype]:
-    """The dtypes of gathers; without `param_dtype`, of those until now."""
+    """The dtypes in which a parameter is gathered; without `param_dtype`, those of the gathers so far."""
     dtype = sharded.layout.dtype
     return {dtype} if dtype is not None else sharded.state.runtime.gathered_in(sharded.index)
 
 
 def _is_alone(local: torch.Tensor) -> bool:
-    """Whether no other tensor has a part of the storage."""
+    """Whether `local` covers its whole storage, so that no other tensor shares it."""
     return local.storage_offset() == 0 and local.untyped_storage().nbytes() == local.nbytes
 
 
 def warn_of_device_bytes(parameters: Sequence[Any]) -> None:
-    """Warn if main parameters that train stay on the device, though all of `parameters` were to move to the host."""
+    """Warn if more than 1 % of the bytes of `parameters`, main parameters that train, stay on the device."""
     stayed = [parameter for parameter in parameters if on_host(parameter) is None]
     nbytes, total = (sum(local_of(parameter).nbytes for parameter in each) for each in (stayed, parameters))
     if nbytes <= SHARE_TO_WARN_OF * total:
         return
     largest = max(stayed, key=lambda parameter: local_of(parameter).nbytes)
     sharded = sharded_by(largest)
-    assert sharded is not None  # that of a step
+    assert sharded is not None  # a step has only parameters of the model
     if sharded.extension is not None:
         remedy = "Take offload='moments'" if sharded.of_subclass else "Shard the model without gather_dtype"
         reason = f"is {sharded.extension.kind}"
@@ -100,12 +100,12 @@ def warn_of_device_bytes(parameters: Sequence[Any]) -> None:
 
 @torch.no_grad()
 def move_to_host(dtypes: Mapping[Any, torch.dtype], memory: Iterable[torch.Tensor]) -> None:
-    """Let the main parameters of the keys lie in `memory` of the host, one tensor each; gathers are in `dtypes`."""
+    """Move main parameters to `memory`, one host tensor each. `dtypes`: DTensor -> dtype of its gathers."""
     if any(parameter.is_cuda for parameter in dtypes):
         torch.cuda.synchronize()  # streams of transports may still read the memory that is freed now
     for (parameter, dtype), host in zip(dtypes.items(), memory, strict=True):
         sharded, local = sharded_by(parameter), local_of(parameter)
-        assert sharded is not None  # `narrow_dtype` has found it
+        assert sharded is not None  # `narrow_dtype` has checked it
         host.copy_(local)
         narrow = torch.empty(local.shape, dtype=dtype, device=local.device)
         _C.cast([local.detach()], [narrow])
@@ -115,7 +115,7 @@ def move_to_host(dtypes: Mapping[Any, torch.dtype], memory: Iterable[torch.Tenso
 
 
 def finish_step(parameters: Iterable[torch.Tensor]) -> None:
-    """A step has written the main parameters and the narrow shards of those of `parameters` that are on the host."""
+    """Mark narrow shards as up to date, after a streamed step that wrote them and their main parameters."""
     for parameter in parameters:
         sharded = sharded_by(parameter)
         if sharded is not None and sharded.on_host is not None and sharded.leaf_reference() is not None:
@@ -128,13 +128,13 @@ def _watch_steps() -> None:
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """After a step of any optimizer."""
+    """Post-step hook of all optimizers: mark narrow shards of the stepped parameters as out of date."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     note_writes(parameter for parameter in parameters if parameter.grad is not None)
 
 
 def note_writes(parameters: Iterable[torch.Tensor]) -> None:
-    """Narrow shards of `parameters` are old, but for those that `finish_step` will hear of."""
+    """Mark narrow shards of `parameters` as out of date; `finish_step` undoes that after a streamed step."""
     for parameter in parameters:
         if on_host(parameter) is not None:
             torch.autograd.graph.increment_version(local_of(parameter))

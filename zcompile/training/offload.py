@@ -1,4 +1,4 @@
-"""Adam's states in host memory: a step takes them through the GPU, group by group, beside its compute.
+"""Adam's states in host memory: a step copies them to the GPU and back by groups, which overlaps with compute.
 
 [Note: streamed steps]
 The moments of a model's parameters lie in pinned host memory, and with `offload="states"` main parameters, too
@@ -12,11 +12,11 @@ is stepped and a third is copied out. Four waits order them:
   - The next group is copied into a slot after the last one was copied out of it.
 With "moments", the program's stream waits for the compute alone, so the next forward may run while the last groups are
 copied out. With "states", that stream also waits for the last copy, since any later kernel may read main parameters.
-Until they are, host memory has old moments, or half of the new ones. So `optimizer.state` is a mapping each read of
-which first waits on the host for these copies: `state_dict`, copies and the next step read through it.
+Until these copies end, moments in host memory are old or partly written. So `optimizer.state` is a mapping that blocks
+the host, before each read, until they have ended: `state_dict`, copies and the next step read through it.
 
-Bits are those of a step without offload, since the kernel is the same and is elementwise. Pieces begin at multiples of
-`GRAIN` elements, so that a CPU's kernel has the same vectors and the same remainder.
+Results are bitwise those of a step without offload, because the kernel is the same and elementwise. Pieces begin at
+multiples of `GRAIN` elements, so that a CPU's kernel splits them into the same vectors and remainder.
 """
 
 import contextlib
@@ -42,17 +42,17 @@ from zcompile.training.main_parameters import finish_step, move_to_host, narrow_
 from zcompile.training.streamed_groups import Piece, Stream, plan_groups
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-MAIN, FIRST_MOMENT = 0, 2  # which of the arguments of torch's fused kernel has them; behind, the second moments
-COUNTS = 5  # which of them counts steps
+MAIN, FIRST_MOMENT = 0, 2  # indices in the arguments of torch's fused kernel; second moments come next
+COUNTS = 5  # index of the counts of steps
 
 Tensors = list[list[torch.Tensor]]  # parameters, gradients, both moments, maxima of squares if any, counts of steps
-# Steps tensors on the device. Before them come, by their places in the whole call, the parameters of which these are
-# pieces, and those that are done with this call.
+# A function (items, done, tensors) that steps `tensors` on the device. They are pieces of parameters, whose indices in
+# the whole step are `items`; `done` are the indices of the parameters whose last piece is among them.
 Step = Callable[[Sequence[int], Sequence[int], Tensors], None]
 
 
 class HostStates(defaultdict[torch.Tensor, dict[str, Any]]):
-    """`optimizer.state`. A read first waits until the moments of the last step are in host memory."""
+    """`optimizer.state`. Each read first waits until the moments of the last step are in host memory."""
 
     def __init__(self, offloads: "list[Offload]", states: Any):
         super().__init__(dict, states)
@@ -69,7 +69,7 @@ class HostStates(defaultdict[torch.Tensor, dict[str, Any]]):
 
 
 def _waiting(name: str) -> Callable[..., Any]:
-    """defaultdict's method, after a wait for the parameter that it reads, or for all."""
+    """Wrap defaultdict's method `name`: it first waits for the moments of its argument, or of all parameters."""
     read = getattr(defaultdict, name)
 
     @functools.wraps(read)
@@ -87,17 +87,17 @@ for _name in ("__getitem__", "__iter__", "get", "items", "values", "pop", "popit
 
 @dataclass
 class Loaded:
-    """A moment on its way from a checkpoint to host memory. torch, which moves tensors to the GPU, leaves it alone."""
+    """Wraps a moment of a checkpoint, so that torch does not move it to the GPU, and the host memory to copy it to."""
 
     source: DTensor
     target: DTensor
 
 
 class Offload:
-    """The states of one model's parameters, in one optimizer. It has no reference to either.
+    """The host memory for states of one model's parameters in one optimizer, both of which it refers to weakly.
 
     Args:
-        kind: "moments", or "states" for main parameters, too. Those whose gathers have a `param_dtype` move at once.
+        kind: "moments", or "states" for main parameters, too; those with a `param_dtype` move in this call.
     """
 
     def __init__(self, kind: str, state: ShardedModel, optimizer: torch.optim.Optimizer):
@@ -107,19 +107,19 @@ class Offload:
         self.link = host_link_of(next(found).parameter.device)
         movable = self._movable(self._trained(optimizer))
         move_to_host(movable, map(local_of, self._allocate([*movable])))
-        self.running: Stream | None = None  # during a step
+        self.running: Stream | None = None  # set during a step
         self.streamed: list[Any] = []  # parameters of this step
         self.has_stepped = False
-        self.copied_out: Any = None  # a mark, unless all moments are in host memory
-        self.in_flight: set[int] = set()  # parameters by id whose moments may not be
-        self.offloads: list[Offload] = getattr(optimizer.state, "offloads", [])  # of the optimizer, for several models
+        self.copied_out: Any = None  # a mark; None if all moments are in host memory
+        self.in_flight: set[int] = set()  # ids of parameters whose moments may not be there yet
+        self.offloads: list[Offload] = getattr(optimizer.state, "offloads", [])  # the optimizer's, one a model
         self.offloads.append(self)
         optimizer.register_load_state_dict_pre_hook(self._keep_on_host)
         optimizer.register_load_state_dict_post_hook(self._finish_load)
         optimizer.state = HostStates(self.offloads, optimizer.state)
 
     def find_parameters(self) -> dict[int, str]:
-        """By id: the names of the parameters whose moments lie in host memory."""
+        """Return the parameters of the model, whose moments lie in host memory: id -> name."""
         state = self.model()
         models = [] if state is None else models_of(state)
         found = (sharded for each in models for sharded in each.parameters.values())
@@ -133,7 +133,7 @@ class Offload:
         return id(parameter) in self.parameters and fits(parameter) and are_on_host
 
     def state_bytes(self) -> tuple[int, int]:
-        """Of main parameters that train, and of their moments: bytes in host memory, and on the device."""
+        """Return the bytes of trained main parameters and their moments: (in host memory, on the device)."""
         optimizer, nbytes = self.optimizer(), {True: 0, False: 0}
         assert optimizer is not None, "an optimizer has this"
         for parameter in self._trained(optimizer):
@@ -144,12 +144,12 @@ class Offload:
         return nbytes[True], nbytes[False]
 
     def _trained(self, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-        """The parameters of the model that `optimizer` has, without frozen ones."""
+        """The trainable parameters of the model that `optimizer` holds."""
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         return (each for each in parameters if id(each) in self.parameters and each.requires_grad)
 
     def wait(self, parameter: Any = None) -> None:
-        """Let the host go on only when the moments of the last step, or of `parameter` alone, are in host memory."""
+        """Block the host until all moments of the last step, or those of `parameter` alone, are in host memory."""
         mark = self.copied_out
         if mark is None or (parameter is not None and id(parameter) not in self.in_flight):
             return
@@ -159,7 +159,7 @@ class Offload:
 
     @contextlib.contextmanager
     def step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Around a step of `optimizer`, whose kernels are then called by `stream`."""
+        """Context manager around a step of `optimizer`, in which `stream` may be called instead of the fused kernel."""
         self.find_parameters()
         if self.model() is None:
             self._give_back(optimizer)
@@ -174,7 +174,7 @@ class Offload:
             warn_of_device_bytes([parameter for parameter, _ in stepped])
         self.has_stepped |= bool(stepped)
         rows = len(MOMENTS) + any(on_host(parameter) is not None for parameter, _ in stepped)
-        if stepped:  # now, since torch has counted the step when it calls its kernel
+        if stepped:  # before torch counts the step: a lack of memory raises here
             locals_ = [local_of(parameter) for parameter, _ in stepped]
             self.running = Stream(self.link, rows, [local.numel() for local in locals_], locals_[0].device)
         try:
@@ -189,10 +189,10 @@ class Offload:
             self.streamed = []
 
     def stream(self, parameters: list[Any], tensors: Tensors, step: Step) -> None:
-        """Call `step` for `parameters`, group by group.
+        """Step `parameters` group by group, by calls of `step` with tensors on the device.
 
         Args:
-            tensors: as torch's fused kernel takes them, this rank's parts. The moments lie in host memory.
+            tensors: local tensors, in the lists that torch's fused kernel takes. The moments lie in host memory.
         """
         self.in_flight |= {id(parameter) for parameter in parameters}
         self.streamed += parameters
@@ -204,7 +204,7 @@ class Offload:
     def _stream_group(
         self, stream: Stream, pieces: list[Piece], tensors: Tensors, mains: list[OnHost | None], step: Step
     ) -> None:
-        """Step a group of pieces, whose moments, and main parameters if they lie there, come from host memory."""
+        """Step a group of pieces. Their moments come from host memory, and so do main parameters that lie there."""
         group = [[piece.of(values[piece.item]) for piece in pieces] if values else [] for values in tensors]
         group[COUNTS] = [tensors[COUNTS][piece.item] for piece in pieces]
         found = [mains[piece.item] for piece in pieces]
@@ -215,7 +215,7 @@ class Offload:
         items, done = [piece.item for piece in pieces], [piece.item for piece in pieces if piece.is_last]
 
         def compute(buffers: list[list[torch.Tensor]]) -> None:
-            casts: list[tuple[torch.Tensor, torch.Tensor]] = []  # main parameters, and their narrow shards
+            casts: list[tuple[torch.Tensor, torch.Tensor]] = []  # (main parameter, narrow shard)
             for k, (piece, main, each) in enumerate(zip(pieces, found, buffers, strict=True)):
                 group[FIRST_MOMENT][k], group[FIRST_MOMENT + 1][k] = each[: len(MOMENTS)]
                 if main:
@@ -229,9 +229,9 @@ class Offload:
 
     @contextlib.contextmanager
     def on_device(self, args: Tensors) -> Iterator[Tensors]:
-        """`args` of torch's fused kernel with all moments on the device, from where they go back to host memory.
+        """Context manager: `args` of torch's fused kernel with moments on the device, copied back at its end.
 
-        It is for parameters that DTensor must redistribute, or refuse to step.
+        It is for parameters that DTensor must redistribute, or refuses to step.
         """
         self.wait()
         moved = list(args)
@@ -246,9 +246,10 @@ class Offload:
                 local_of(host).copy_(local_of(moment))
 
     def _move_to_host(self, optimizer: torch.optim.Optimizer, stepped: list[tuple[Any, dict[str, Any]]]) -> None:
-        """Make moments of those that have none, and move those that are on the device, as after a step without offload.
+        """Make missing moments of `stepped` in host memory, and move those on the device there, and main parameters.
 
-        So it does with main parameters. Memory for all of them is there before the first one is changed.
+        Moments are on the device after a step without offload. All host memory is allocated before the first state
+        changes, so that a lack of memory changes none.
         """
         states = {parameter: optimizer.state.get(parameter) or {} for parameter, _ in stepped}
         missing = [
@@ -263,7 +264,7 @@ class Offload:
         memory = dict(zip(missing, allocated[len(movable) :], strict=True))
         for parameter, group in stepped:
             state = states[parameter]
-            if not state:  # as torch would, on the device
+            if not state:  # as torch makes it, on the device
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 if group["amsgrad"]:
                     state["max_exp_avg_sq"] = torch.zeros_like(parameter)
@@ -276,11 +277,11 @@ class Offload:
                 state[name] = host
 
     def _is_movable(self, parameter: DTensor, moment: torch.Tensor) -> bool:
-        """Whether `moment` is on the device, and sharded as `parameter` is."""
+        """Whether `moment` is on the device and has the placements of `parameter`."""
         return is_sharded_as(moment, parameter) and not self.link.is_host(local_of(moment))
 
     def _movable(self, parameters: Iterable[Any]) -> dict[Any, torch.dtype]:
-        """Those whose main parameters are to move to the host now, with the dtype in which they are gathered."""
+        """The main parameters among `parameters` that are to move to the host now, with the dtype of their gathers."""
         if self.kind != "states":
             return {}
         ours = (parameter for parameter in parameters if id(parameter) in self.parameters and fits(parameter))
@@ -288,10 +289,10 @@ class Offload:
         return {parameter: dtype for parameter, dtype in dtypes.items() if dtype is not None}
 
     def _allocate(self, parameters: list[DTensor]) -> list[DTensor]:
-        """Uninitialised host memory for a state of each of `parameters`.
+        """Allocate uninitialised host memory for one state of each of `parameters`.
 
         Raises:
-            RuntimeError: there is not as much; says how much, and the remedy.
+            RuntimeError: the host does not have enough; the text names the bytes and the remedy.
         """
         locals_ = [local_of(parameter) for parameter in parameters]
         total = sum(local.nbytes for local in locals_)
@@ -305,7 +306,7 @@ class Offload:
         return [with_local(parameter, local) for parameter, local in zip(parameters, memory, strict=True)]
 
     def _no_memory(self, total: int, reason: str) -> str:
-        """The text of an error."""
+        """The text of the error for a failed allocation of `total` bytes."""
         return (
             f"zcompile.fuse_optimizer(offload={self.kind!r}) asked for {total} bytes ({_gib(total)}) of pinned host "
             f"memory for states of Adam on rank {dist.get_rank()}, and did not get them: {reason}. No state was "
@@ -314,7 +315,7 @@ class Offload:
         )
 
     def _give_back(self, optimizer: torch.optim.Optimizer) -> None:
-        """Move all moments to the parameters' devices: the model was freed, so steps are torch's."""
+        """Move moments of freed models to their parameters' device, where torch's own step needs them."""
         for parameter, state in optimizer.state.items():
             if any(id(parameter) in each.parameters for each in self.offloads):
                 continue
@@ -324,10 +325,11 @@ class Offload:
                     state[name] = with_local(moment, local_of(moment).to(parameter.device))
 
     def _keep_on_host(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        """Before `load_state_dict`, which would have all moments on the device at once.
+        """Pre-hook of `load_state_dict`, which would otherwise copy all moments to the device at once.
 
         Returns:
-            `state_dict` with moments that torch does not move, and with memory for them.
+            `state_dict` with each moment wrapped in `Loaded`, with the host memory to copy it to; torch leaves these
+            where they are. None if the numbers of parameters differ.
         """
         self.wait()
         self.find_parameters()
@@ -350,7 +352,7 @@ class Offload:
         return {**state_dict, "state": states}
 
     def _finish_load(self, optimizer: torch.optim.Optimizer) -> None:
-        """After `load_state_dict`, which made another mapping and did not raise: read the moments it left alone."""
+        """Post-hook of `load_state_dict`: copy wrapped moments to host memory, and let `optimizer.state` wait again."""
         for state in optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, Loaded):
@@ -361,7 +363,7 @@ class Offload:
 
 
 def _check_dtypes(kind: str, names: dict[int, str], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse parameters that train in another dtype, whose moments torch's fused step refuses to take from the host."""
+    """Raise ValueError if a trained parameter is not float32: torch's fused step refuses its moments on the host."""
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if id(parameter) in names and parameter.requires_grad and parameter.dtype != torch.float32:
             raise ValueError(

@@ -1,10 +1,11 @@
-"""What happens around the steps of optimizers that hold sharded parameters.
+"""Hooks around the steps of optimizers that hold sharded parameters.
 
-Before a step, ranks compare what they started; see order_check.py. What is compared was started, so a step inside of a
-backward (an optimizer in a parameter's hook) is not checked: ranks are somewhere in their backward then. Nor is a step
-that `torch.compile` compiled: it calls no hook.
+Before a step, ranks compare the collectives that they have started (order_check.py). Two kinds of steps are not
+checked. In a step inside of a backward (by a parameter's hook), ranks may be at different places of their backward, so
+they may have started different collectives. A step that `torch.compile` compiled calls no hook.
 
-After a step, it is counted, because ranks must step between the same collectives; see csrc/transport/order_log.h.
+After a step, it is counted, because all ranks must take it between the same collectives; see
+csrc/transport/order_log.h.
 """
 
 import functools
@@ -16,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from zcompile.state.sharded_model import ShardedModel
 
-# Of several ranks, in the order in which they were made, which is the same on all ranks.
+# Models to check and count, in the order in which they were sharded, which is the same on all ranks.
 _models: "weakref.WeakKeyDictionary[ShardedModel, None]" = weakref.WeakKeyDictionary()
 
 
@@ -34,10 +35,10 @@ def _install_hooks() -> None:
 
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    """Before a step. A closure computes gradients inside of it, so they are checked after each call, too.
+    """Pre-step hook: compare orders, also after each call of a closure, which computes gradients inside of the step.
 
     Returns:
-        Positional and keyword arguments of the step, if they are others.
+        The step's positional and keyword arguments with the closure wrapped; None without a closure.
     """
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
         return None
@@ -47,13 +48,13 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     check_orders(states)
     if callable(kwargs.get("closure")):
         return args, {**kwargs, "closure": _checked(kwargs["closure"], states)}
-    if len(args) > 1 and callable(args[1]):  # behind the optimizer
+    if len(args) > 1 and callable(args[1]):  # the first is the optimizer
         return (args[0], _checked(args[1], states), *args[2:]), kwargs
     return None
 
 
 def _checked(closure: Any, states: list[ShardedModel]) -> Any:
-    """`closure`, with a check after it."""
+    """Wrap `closure`, so that ranks compare orders after each call."""
 
     @functools.wraps(closure)
     def checked() -> Any:
@@ -65,14 +66,14 @@ def _checked(closure: Any, states: list[ShardedModel]) -> Any:
 
 
 def check_orders(states: list[ShardedModel]) -> None:
-    """Compare what all ranks started, once for all models over the same groups; all ranks call together.
+    """Compare the collectives that all ranks started, once for all models over the same groups; a collective call.
 
     Raises:
         RuntimeError: see `OrderCheck.check`.
     """
     checks = [(state.order_check, state) for state in states if state.order_check is not None]
     checked = set()
-    # All ranks in one order, also those of several meshes that have two ranks in common.
+    # Sorted, so that two ranks that share several meshes check these in the same order.
     for check, state in sorted(checks, key=lambda pair: (pair[0].name, pair[1].groups.number)):
         groups = state.groups.gather, state.groups.replicate
         if groups not in checked:
@@ -81,10 +82,10 @@ def check_orders(states: list[ShardedModel]) -> None:
 
 
 def _count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """After a step. One in a backward, by a hook of a parameter, says nothing of where training is."""
+    """Post-step hook: count the step, unless a parameter's hook takes it inside of a backward."""
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
         return
-    counted = set()  # models over the same ranks have one count
+    counted = set()  # models over the same groups share a count
     held = _parameters_of(optimizer)
     for state in _held_by(optimizer):
         state.gather_host_shards(held)
@@ -95,7 +96,7 @@ def _count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _held_by(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
-    """The models of which `optimizer` holds a parameter."""
+    """The models with a parameter that `optimizer` holds."""
     held = _parameters_of(optimizer)
     return [
         state for state in list(_models) if any(id(sharded.parameter) in held for sharded in state.parameters.values())

@@ -1,4 +1,4 @@
-"""Groups of tensors that a step takes from host memory through memory of the device; see [Note: streamed steps]."""
+"""Groups of tensors that a step copies from the host to the device and back; see [Note: streamed steps]."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ import torch
 
 from zcompile.training.host_link import HostLink, Queue
 
-GROUP_BYTES = 64 << 20  # of all states: 1.3 ms of a link at 50 GB/s, far more than the start of a copy takes
-SLOTS = 3  # one is copied in, one is stepped, one is copied out
-GRAIN = 4096  # elements: tensors are cut at multiples
-ALIGNMENT = 128  # elements: pieces begin at multiples in a buffer
+GROUP_BYTES = 64 << 20  # of all states of a group: 1.3 ms at 50 GB/s, far longer than a copy takes to start
+SLOTS = 3  # for a group that is copied in, one that is stepped, and one that is copied out
+GRAIN = 4096  # elements; large tensors are cut at multiples of it
+ALIGNMENT = 128  # elements; pieces begin at multiples of it in a buffer
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [begin, end) of a parameter, which lie at `offset` in the buffers of its group."""
+    """Elements [begin, end) of parameter number `item`, which lie at element `offset` of the buffers of its group."""
 
     item: int
     begin: int
@@ -33,19 +33,19 @@ class Piece:
         return self.end - self.begin == self.numel
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The piece of `tensor`. A whole one is no view: transports ask how many tensors have a gradient's memory."""
+        """Cut the piece out of `tensor`. If it is all of it, no view: transports count the tensors over a gradient."""
         return tensor if self.is_whole else tensor.reshape(-1)[self.begin : self.end]
 
     def in_buffer(self, buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """The piece's place in `buffer`, of the shape of `like`."""
+        """A view of the piece's elements in `buffer`, in the shape of `like`."""
         return buffer[self.offset : self.offset + self.end - self.begin].view(like.shape)
 
 
 def plan_groups(numels: Sequence[int], capacity: int) -> list[list[Piece]]:
-    """The pieces of each group, at most `capacity` elements with padding. There is at least one group.
+    """Divide parameters of `numels` elements into groups of at most `capacity` elements, with padding; at least one.
 
-    Parameters are cut only if they exceed `capacity`, a multiple of `GRAIN`. Those without elements are in a group,
-    too: each rank calls the transport for all parameters.
+    Only a parameter of more than `capacity` elements, a multiple of `GRAIN`, is cut. A parameter without elements is in
+    a group, too, because each rank must call the transport for all parameters.
     """
     groups: list[list[Piece]] = [[]]
     used = 0
@@ -71,10 +71,10 @@ def _aligned(numel: int, alignment: int) -> int:
 
 
 class Slot:
-    """Device memory of one group at a time, and a mark that is passed when it may be written.
+    """Device memory for one group at a time, and `free`, a mark that is passed when it may be written.
 
-    The mark follows the allocation: under `torch.use_deterministic_algorithms`, torch fills new memory in the queue
-    that computes.
+    The first mark is recorded after the allocation, because under `torch.use_deterministic_algorithms` torch fills new
+    memory on the compute queue.
     """
 
     def __init__(self, rows: int, capacity: int, device: torch.device, link: HostLink):
@@ -83,20 +83,20 @@ class Slot:
 
 
 class Stream:
-    """Copies groups to the device, steps them there, and copies them back. Its memory is there until `close`.
+    """Copies groups to the device, steps them there, and copies them back. `close` frees its device memory.
 
     Args:
-        rows: how many tensors of each parameter a group has at most.
-        numels: elements of each parameter.
-        device: on which a step computes.
+        rows: the most tensors that a parameter has in a group, such as two moments and the main parameter.
+        numels: elements of each parameter's shard.
+        device: the device that computes the step.
     """
 
     def __init__(self, link: HostLink, rows: int, numels: Sequence[int], device: torch.device):
         total = sum(_aligned(numel, ALIGNMENT) for numel in numels)
         self.link = link
         self.capacity = _aligned(max(1, min(total, GROUP_BYTES // 4 // rows)), GRAIN)
-        self.turn = 0  # counts groups
-        self.copied_out: Any = None  # a mark: all groups until now are in host memory
+        self.turn = 0  # number of groups so far
+        self.copied_out: Any = None  # a mark that is passed when all groups so far are in host memory
         count = min(SLOTS, -(-total // self.capacity))
         self.slots = [Slot(rows, self.capacity, device, link) for _ in range(max(1, count))]
 
@@ -106,7 +106,7 @@ class Stream:
         hosts: Sequence[Sequence[torch.Tensor]],
         step: Callable[[list[list[torch.Tensor]]], None],
     ) -> None:
-        """Call `step` with copies of `hosts`, the pieces' tensors in host memory, and copy them back after it."""
+        """Copy `hosts`, the host tensors of each piece, to the device, call `step` with them, and copy them back."""
         link, slot = self.link, self.slots[self.turn % len(self.slots)]
         self.turn += 1
         rows = slot.buffer.unbind()
@@ -124,13 +124,13 @@ class Stream:
         slot.free = self.copied_out = link.mark(Queue.TO_HOST)
 
     def close(self) -> None:
-        """Give the memory up, which is used again when all queues are done with it."""
+        """Free the device memory; it is reused when all queues are done with it."""
         for slot in self.slots:
             self.link.release(slot.buffer)
         self.slots = []
 
 
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second of each pair to the first."""
+    """Copy the second tensor of each pair to the first."""
     for to, source in pairs:
         to.copy_(source, non_blocking=True)
