@@ -1,4 +1,4 @@
-"""`zcompile.full_parameters`: one whole tensor after the other, never the whole model, for an inference engine."""
+"""`zcompile.full_parameters`: whole tensors one by one, for an inference engine, without the whole model in memory."""
 
 import contextlib
 import hashlib
@@ -20,14 +20,14 @@ from zcompile.state.forward_scope import is_in_forward
 from zcompile.state.sharded_model import ShardedModel, state_of
 from zcompile.state.sharded_parameter import ShardedParameter
 
-_LEFT, _FIRST = 0, 1  # what a rank says at a meeting: that it has left the loop, or the number of its next bucket
+_LEFT, _FIRST = 0, 1  # numbers that ranks exchange: this rank has left the loop, or its next bucket
 
 
 @dataclass
 class _Bucket:
-    """Entries of the state dict that follow on each other, of which the sharded ones are gathered in one transfer."""
+    """Consecutive entries of the state dict, whose sharded ones are gathered together."""
 
-    key: Any  # what the sharded ones have in common; None while there is none
+    key: Any  # equal for all sharded entries; None while there is none
     entries: list[tuple[str, torch.Tensor, ShardedParameter | None]] = field(default_factory=list)
     nbytes: int = 0
 
@@ -35,30 +35,30 @@ class _Bucket:
 def full_parameters(
     model: nn.Module, dtype: torch.dtype | None = None, bucket_bytes: int = 256 << 20
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and whole tensors of a sharded model, one after the other on every rank, as an inference engine loads them.
+    """Iterate over names and whole tensors of a sharded model on every rank, as an inference engine loads them.
 
-    A few parameters are gathered together, up to `bucket_bytes`, and given up before the next ones: memory is that of
-    one bucket, of the tensor that the loop still has, and of nothing else. All ranks iterate together, to the end.
+    Parameters are gathered in buckets of up to `bucket_bytes`, and each bucket is freed before the next one. So it
+    needs memory for one bucket and for the tensor that the loop still holds. All ranks iterate together, to the end.
 
         for name, tensor in zcompile.full_parameters(model, dtype=torch.bfloat16):
             engine.load_weights([(name, tensor)])
 
     Args:
-        model: a sharded model, or a module of one. Inside of `zcompile.unshard`, what is whole is given as it is.
-        dtype: what float16, bfloat16, float32 and float64 are cast to, before the wire where it is not wider. Integers,
-            bool and float8 stay. Default: the dtypes of the main parameters.
-        bucket_bytes: most bytes on the wire that are gathered together. A larger parameter is gathered alone. The same
-            on all ranks.
+        model: a sharded model, or a module of one. Parameters inside of `zcompile.unshard` need no gather.
+        dtype: the dtype to which float16, bfloat16, float32 and float64 tensors are cast, before the gather unless it
+            is wider. Integers, bool and float8 keep theirs. Default: the dtypes of the main parameters.
+        bucket_bytes: most bytes, in the dtype on the wire, that are gathered together; a larger parameter is gathered
+            alone. The same on all ranks.
 
     Yields:
-        What `model.state_dict()` has, under its names and in its order: parameters of the unsharded shape, persistent
+        The names and tensors of `model.state_dict()`, in its order: parameters of the unsharded shape, and persistent
         buffers as they are on each rank. A tied parameter comes under each of its names, and is gathered each time.
-        Tensors are to be read: those that need no gather may be the model's own memory.
+        Only read the tensors: those that need no gather may be the model's own memory.
 
     Raises:
-        RuntimeError: at once: `model` is not sharded, or it is asked for inside of a forward or backward. In the loop:
-            a rank has left its loop early, or iterates over something else. The rank that left early is warned.
-        ValueError: `dtype` is not floating-point, or `bucket_bytes` not positive.
+        RuntimeError: when called: `model` is not sharded, or a forward or backward is running. In the loop: another
+            rank has left its loop early, or iterates over other tensors. The rank that left early gets a warning.
+        ValueError: `dtype` is not floating-point, or `bucket_bytes` is not positive.
     """
     state = state_of(model)
     if dtype is not None and not dtype.is_floating_point:
@@ -73,11 +73,11 @@ def full_parameters(
 
 
 def _buckets(model: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> list[_Bucket]:
-    """What is gathered together, in the order of the state dict."""
+    """Divide the state dict into buckets, in its order."""
     buckets = [_Bucket(None)]
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
-            continue  # what modules add to their state
+            continue  # extra state of a module
         sharded: ShardedParameter | None = getattr(value, SHARDED, lambda: None)()
         bucket, key, nbytes = buckets[-1], None, 0
         if sharded is not None:
@@ -99,7 +99,7 @@ def _dtype_on_wire(sharded: ShardedParameter, dtype: torch.dtype | None) -> torc
 
 
 def _is_whole_by_dtensor(sharded: ShardedParameter) -> bool:
-    """Whether DTensor gathers the parameter: it is spread over an inner mesh or hosts, too, or a tensor subclass."""
+    """Whether `DTensor.full_tensor` gathers it: a tensor subclass, or also sharded over an inner mesh or over hosts."""
     return sharded.layout.inner is not None or sharded.of_subclass is not None or sharded.state.over_hosts
 
 
@@ -129,7 +129,7 @@ def _iterate(
 
 @torch.no_grad()
 def _gather(bucket: _Bucket, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """The whole tensors of the sharded entries of `bucket`."""
+    """Gather the sharded entries of `bucket`; returns their whole tensors."""
     found = [sharded for _, _, sharded in bucket.entries if sharded is not None]
     if not found:
         return []
@@ -147,13 +147,13 @@ def _gather(bucket: _Bucket, dtype: torch.dtype | None) -> list[torch.Tensor]:
 
 
 def _start_gather(sharded: ShardedParameter, wire: torch.dtype) -> tuple[torch.Tensor, dist.Work | None]:
-    """Start to gather a parameter in dtype `wire`, by the process group and not by the runtime.
+    """Start to gather a parameter in dtype `wire`. All ranks call it for the same parameters in the same order.
 
-    The caller has seen to it that all ranks call this for the same parameters in the same order. The runtime, peer to
-    peer, would keep a second copy of each shard for good, in the export's dtype.
+    It uses the process group and not the runtime, which peer to peer would keep a second copy of each shard, in the
+    export's dtype, from then on.
 
     Returns:
-        The whole parameter, and what to wait for before it is read; None if there is nothing to wait for.
+        The whole parameter, and the work to wait for before it is read, or None.
     """
     shape, world, rank = sharded.shape, sharded.state.runtime.world, sharded.state.groups.rank
     local = sharded.leaf.detach().reshape(-1).to(wire)
@@ -174,7 +174,7 @@ def _start_gather(sharded: ShardedParameter, wire: torch.dtype) -> tuple[torch.T
 
 
 def _check_same(meeting: Meeting | None, buckets: list[_Bucket], dtype: torch.dtype | None) -> None:
-    """Raise on all ranks if they do not iterate over the same."""
+    """Raise on all ranks if they iterate over different tensors, dtypes or buckets."""
     if meeting is None:
         return
     described = [[(name, tuple(value.shape), str(value.dtype)) for name, value, _ in each.entries] for each in buckets]
@@ -188,7 +188,7 @@ def _check_same(meeting: Meeting | None, buckets: list[_Bucket], dtype: torch.dt
 
 
 def _check_others(meeting: Meeting | None, number: int, name: str, is_end: bool) -> None:
-    """Meet the others. Raise if one of them has left before the end, and this rank goes on."""
+    """Wait for the other ranks. Raise if one has left the loop early and this rank is not at its end."""
     said = meeting.meet(number) if meeting is not None else []
     left = [rank for rank, theirs in enumerate(said) if theirs == _LEFT]
     if left and not is_end:
@@ -199,11 +199,11 @@ def _check_others(meeting: Meeting | None, number: int, name: str, is_end: bool)
 
 
 def _leave(meeting: Meeting | None, name: str) -> None:
-    """Tell the others that this rank has left the loop after `name`, and wait until they have heard it."""
+    """Tell the other ranks that this one has left the loop after `name`, and wait until they have got it."""
     if meeting is None:
         return
     said = [_LEFT]
-    with contextlib.suppress(RuntimeError):  # they have stopped
+    with contextlib.suppress(RuntimeError):  # the other ranks stopped
         said = meeting.meet(_LEFT)
     if any(theirs != _LEFT for theirs in said):
         warnings.warn(

@@ -1,13 +1,13 @@
-"""`model.generate()` of a sharded model: each rank generates for as long as its own text lasts.
+"""`model.generate()` of a sharded model: each rank generates until its own text ends.
 
 [Note: generation]
-Each forward of a generation gathers, and a gather needs every rank, but ranks have other prompts and stop at other
-lengths. So classes of sharded modules that have a `generate` get one that meets: before each forward that generate
-calls, ranks say that they run it, or that they are through. A rank that is through takes part in what the others
-gather, and leaves when all are through. It gathers what its own last forward of that module gathered, in the same order
-and in the same groups, and computes nothing. That is what the others gather, because ranks agree on that by
-construction. `synced_gpus` of transformers would let it compute forwards instead: these fill its cache with tokens that
-nobody wants, also beyond the end of a static cache.
+Each forward gathers, and a gather needs every rank, but ranks have different prompts and finish after different numbers
+of tokens. So we replace the `generate` of sharded modules. Before each forward that it calls, ranks exchange which
+module they call, or that they have finished. A rank that has finished takes part in the gathers of the others, and
+returns when all have finished. It repeats the gathers of its own last forward of the same module, in the same order and
+groups, and computes nothing. The other ranks start the same gathers, because a module's gathers are the same on all
+ranks. `synced_gpus` of transformers would run whole forwards instead, which add unused tokens to the key-value cache,
+even past the end of a static one.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ from zcompile.unsharding.unshard import sharded_parameters_in
 gather_group_start = torch.ops.zcompile.gather_group_start.default
 gather_wait = torch.ops.zcompile.gather_wait.default
 
-# What a rank says at a meeting.
+# Numbers that ranks exchange before a forward; that of a module is _FIRST_MODULE or more.
 _FAILED, _DONE, _DONE_WITHOUT_FORWARD, _FOREIGN, _FIRST_MODULE = range(5)
 
-Recording = list[tuple[list[int], torch.dtype]]  # indices of parameters that travel together, and the dtype
+Recording = list[tuple[list[int], torch.dtype]]  # of each transfer: indices of its parameters, and the dtype
 
 
 def agreeing_generate(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """`generate`, a method of a module's class, for modules of sharded models; see [Note: generation]."""
+    """Wrap `generate`, a method of a module's class, for modules of sharded models; see [Note: generation]."""
 
     @functools.wraps(generate)
     def agreeing(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,8 +51,8 @@ def agreeing_generate(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compiles_by_itself(module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether transformers may compile forwards of `module` with what it takes for a static cache if nobody has chosen:
-    Inductor and CUDA graphs, in which nothing can be gathered."""
+    """Whether transformers may compile forwards of `module`, as it does for a static cache if no `compile_config` is
+    given: by Inductor with CUDA graphs, in which no gather can run."""
     if not any(each.__name__ == "GenerationMixin" for each in type(module).__mro__):
         return False
     configs = [*args, kwargs.get("generation_config"), getattr(module, "generation_config", None)]
@@ -75,15 +75,15 @@ class Generation:
         self.state: ShardedModel = module.__dict__[STATE]
         self.meeting = Meeting(self.state, GENERATE)
         self.numbers = {id(each): _FIRST_MODULE + i for i, each in enumerate(module.modules())}
-        # Units need forwards on all ranks, and so do collectives of the model's own and hooks of tensor subclasses.
+        # Units, the model's own collectives and hooks of tensor subclasses need a forward on every rank.
         hooks = any(each.extension is not None for each in self.state.parameters.values())
         self.needs_forwards = bool(self.state.others) or self.state.units is not None or hooks
-        self.recordings: dict[int, Recording] = {}  # of the last forward of a module, by its number
+        self.recordings: dict[int, Recording] = {}  # module number -> gathers of its last forward
         self.last = 0  # number of the module whose forward was last announced
-        self.is_over = False  # all ranks raise what this one does
+        self.is_over = False  # all ranks raise the error of this one
 
     def run(self, generate: Callable[[], Any]) -> Any:
-        """The result of `generate()`, when all ranks are through.
+        """Return the result of `generate()` when all ranks have finished.
 
         Raises:
             RuntimeError: another rank raised inside of its generate, or ranks cannot go on together.
@@ -93,7 +93,7 @@ class Generation:
                 result = generate()
         except Exception:
             self.keep_recording()
-            if not self.is_over:  # an error of the others counts for less than this one
+            if not self.is_over:  # this rank's error matters more than one about the others
                 with contextlib.suppress(RuntimeError):
                     self.meet(_FAILED)
             raise
@@ -102,20 +102,20 @@ class Generation:
         return result
 
     def announce(self, module: nn.Module) -> None:
-        """Before a forward: meet the others, and remember what it gathers."""
+        """Before a forward of `module`: wait for the other ranks, then record the gathers of the forward."""
         self.keep_recording()
         self.last = self.numbers.get(id(module), _FOREIGN)
         self.meet(self.last)
         self.state.runtime.record_gathers()
 
     def keep_recording(self) -> None:
-        """The last forward that was announced has ended."""
+        """After the last announced forward: keep the gathers that it recorded."""
         if self.last:
             self.recordings[self.last] = self.state.runtime.stop_recording()
         self.last = 0
 
     def wait_for_others(self) -> None:
-        """Take part in what other ranks gather until they are through, too."""
+        """Take part in the gathers of other ranks until all have finished."""
         done = _DONE if self.recordings else _DONE_WITHOUT_FORWARD
         while running := [number for number in self.meet(done) if number >= _FOREIGN]:
             if running[0] not in self.recordings:
@@ -127,7 +127,7 @@ class Generation:
             self.replay(self.recordings[running[0]])
 
     def meet(self, number: int) -> list[int]:
-        """What each rank says, of which some run a forward and others may be through."""
+        """Give `number` to the other ranks; returns the number of each rank, by rank."""
         try:
             said = self.meeting.meet(number)
             if number != _FAILED:
@@ -138,7 +138,7 @@ class Generation:
         return said
 
     def check(self, said: list[int]) -> None:
-        """Raise, on all ranks alike, if they cannot go on together."""
+        """Raise on all ranks if one raised, if they call different modules, or if a forward needs all of them."""
         if _FAILED in said:
             raise RuntimeError(
                 f"zcompile: rank {said.index(_FAILED)} of the mesh raised inside of generate(), which ends it on rank "
@@ -161,7 +161,7 @@ class Generation:
             )
 
     def replay(self, recording: Recording) -> None:
-        """Gather what a forward gathered, and drop it."""
+        """Repeat the gathers of a forward, and drop the results."""
         sharded = list(self.state.parameters.values())
         for indices, dtype in recording:
             each = [sharded[i] for i in indices]

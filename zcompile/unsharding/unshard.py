@@ -1,4 +1,4 @@
-"""`zcompile.unshard`: whole parameters for a while, to read, save, generate with or edit."""
+"""`zcompile.unshard`: whole parameters inside of a `with` block, to read, save, generate with or edit."""
 
 import contextlib
 import functools
@@ -17,37 +17,37 @@ from zcompile.state.forward_scope import is_in_forward
 from zcompile.state.gather_extension import name_of
 from zcompile.state.sharded_parameter import ShardedParameter
 
-HASHED_ELEMENTS = 1 << 22  # at a time: what a hash needs beside the parameter is 64 MiB
+HASHED_ELEMENTS = 1 << 22  # hashed at a time, for which a hash needs 64 MiB beside the parameter
 
 
 @contextlib.contextmanager
 def unshard(
     module_or_params: nn.Module | torch.Tensor | Iterable[torch.Tensor], writeback: bool = False
 ) -> Iterator[list[nn.Parameter]]:
-    """Inside, modules have whole parameters in place of the sharded ones; all ranks enter and leave together.
+    """Give modules whole parameters in place of the sharded ones, inside of a `with` block that all ranks enter.
 
-    There, `module.weight`, `parameters()`, `state_dict()` and `load_state_dict()` are about plain tensors of the
-    unsharded shape, on every rank, as inside of DeepSpeed's `GatheredParameters` and FSDP1's `summon_full_params`.
-    Forwards work and gather nothing, `generate()` of transformers too. A model that is compiled runs in eager. The
-    DTensors, which optimizers hold, stay as they are. Each rank needs the memory of all the whole parameters at once:
-    to go through a large model, unshard one module after the other.
+    Inside, `module.weight`, `parameters()`, `state_dict()` and `load_state_dict()` use plain tensors of the unsharded
+    shape on every rank, as with DeepSpeed's `GatheredParameters` and FSDP1's `summon_full_params`. Forwards, and
+    `generate()` of transformers, work and gather nothing; a compiled model runs in eager. The DTensors, which
+    optimizers hold, stay as they are. Each rank needs memory for all the whole parameters at once. To go through a
+    large model, unshard one module after the other. All ranks also leave the block together.
 
     Args:
         module_or_params: a sharded model, a module of one, or parameters that `model.parameters()` yields.
-        writeback: whether each rank stores its slice of the whole parameters afterwards. All ranks must then have the
-            same values, which a hash compares. Not for tensor subclasses with FSDP2's all-gather hooks: their hooks
-            make the whole ones, from other values. Without it, changes are discarded, and are an error; those through
-            `.data` are not seen.
+        writeback: if True, each rank stores its slice of the whole parameters at the end. All ranks must then have the
+            same values, which a hash compares. Not possible for tensor subclasses with FSDP2's all-gather hooks, whose
+            unsharded values differ from their shards'. If False, changes are discarded and raise an error, except
+            changes through `.data`, which are not noticed.
 
     Yields:
-        The whole parameters, in the order of `module.parameters()`, or in that of the parameters given.
+        The whole parameters, in the order of `module.parameters()` or of the parameters given.
 
     Raises:
-        ValueError: a parameter is not one of a sharded model.
-        RuntimeError: at the beginning: inside of a forward, of a backward, or of `zcompile.accumulate` with
-            `writeback`; a parameter is whole already. At the end, on all ranks, after the shards are back in place: the
-            block raised on a rank; without `writeback`, a whole parameter was written to; with it, ranks differ on one,
-            and then none is stored. In a backward: it is one of a forward with whole parameters.
+        ValueError: a parameter does not belong to a sharded model.
+        RuntimeError: at the beginning: a forward or backward is running; a parameter is whole already; or `writeback`
+            inside of `zcompile.accumulate`. At the end, on all ranks, after modules have their shards again: the block
+            raised on some rank; a whole parameter was written to without `writeback`; or, with it, ranks have different
+            values, and none is stored. In a backward of a forward that ran inside.
     """
     with whole_parameters(_selected(module_or_params), writeback, compare=True) as whole:
         yield whole
@@ -55,7 +55,7 @@ def unshard(
 
 @contextlib.contextmanager
 def whole_parameters(selected: list[ShardedParameter], writeback: bool, compare: bool) -> Iterator[list[nn.Parameter]]:
-    """As `unshard`; `compare`: whether all ranks must have the same values to store."""
+    """Like `unshard`. With `compare`, all ranks must have the same values to store."""
     _check_entry(selected, writeback)
     for state in {each.state for each in selected}:
         state.close_tables()
@@ -68,7 +68,7 @@ def whole_parameters(selected: list[ShardedParameter], writeback: bool, compare:
         _exchange(selected, [sharded.parameter for sharded in selected])
         _tell(selected, f"{type(error).__name__}: {error}")
         raise
-    except BaseException:  # an interrupt, which ends the program: ranks do not meet again
+    except BaseException:  # an interrupt, which ends the program: no more collective calls
         _exchange(selected, [sharded.parameter for sharded in selected])
         raise
     _exchange(selected, [sharded.parameter for sharded in selected])
@@ -82,14 +82,14 @@ def whole_parameters(selected: list[ShardedParameter], writeback: bool, compare:
 
 
 def sharded_parameters_in(module: nn.Module) -> list[ShardedParameter]:
-    """Those of `module` and of the modules below it; one that several modules read comes several times."""
+    """The sharded parameters of `module` and of modules below it; a tied one is listed once for each module."""
     return [sharded for each in module.modules() for sharded in sharded_parameters_of(each)]
 
 
 def on_whole_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method` of a module, which changes parameters of it and of modules below it, for modules of sharded models.
+    """Wrap `method` of a module to run on whole parameters of it and of modules below it.
 
-    It runs with whole parameters, of which each rank stores its slice. All ranks call it together.
+    Each rank then stores its slice of the parameters, which the method may change. A call of it is a collective call.
     """
 
     @functools.wraps(method)
@@ -102,7 +102,7 @@ def on_whole_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _selected(module_or_params: Any) -> list[ShardedParameter]:
-    """The sharded parameters that are meant, each once."""
+    """The sharded parameters of the argument of `unshard`, each once."""
     found: list[Any]
     if isinstance(module_or_params, nn.Module):
         found = sharded_parameters_in(module_or_params)
@@ -148,11 +148,11 @@ def _check_entry(selected: list[ShardedParameter], writeback: bool) -> None:
 
 @torch.no_grad()
 def _gather(sharded: ShardedParameter) -> nn.Parameter:
-    """The whole parameter, in memory that nobody else has."""
+    """Gather the whole parameter, in memory of its own."""
     leaf = sharded.leaf
     if (hooks := sharded.of_subclass) is not None:
         unsharded = hooks.whole(sharded)
-    elif sharded.state.over_hosts:  # whose ranks gather copies in `param_dtype`
+    elif sharded.state.over_hosts:  # the runtime gathers copies in `param_dtype` there
         unsharded = cast(DTensor, sharded.parameter.detach()).full_tensor().clone()
     elif sharded.state.runtime.world == 1:
         unsharded = leaf.clone()
@@ -160,7 +160,7 @@ def _gather(sharded: ShardedParameter) -> nn.Parameter:
         layout = sharded.layout
         gathered = torch.ops.zcompile.gather.default(leaf, list(layout.shape), leaf.dtype, layout.domain)
         unsharded = layout.as_read(gathered).data
-        if unsharded.untyped_storage().nbytes() != unsharded.nbytes:  # padded, which would be saved, too
+        if unsharded.untyped_storage().nbytes() != unsharded.nbytes:  # padded: torch.save would save that, too
             unsharded = unsharded.clone()
     whole = nn.Parameter(unsharded, requires_grad=False)
 
@@ -176,7 +176,7 @@ def _gather(sharded: ShardedParameter) -> nn.Parameter:
 
 
 def _exchange(selected: list[ShardedParameter], parameters: list[nn.Parameter]) -> None:
-    """Let the owners of `selected` have `parameters`."""
+    """Put `parameters` into the modules that own `selected`."""
     for sharded, parameter in zip(selected, parameters, strict=True):
         for module, attribute in sharded.owners:
             module._parameters[attribute] = parameter
@@ -185,7 +185,7 @@ def _exchange(selected: list[ShardedParameter], parameters: list[nn.Parameter]) 
 
 
 def _problem(selected: list[ShardedParameter], whole: list[nn.Parameter], versions: list[int] | None) -> str:
-    """What this rank did wrong inside of the block; `versions`: those of parameters that nobody may change."""
+    """Describe a forbidden change of a whole parameter, or return "". With `versions`, none may be written to."""
     for i, (sharded, parameter) in enumerate(zip(selected, whole, strict=True)):
         if versions is not None and parameter._version != versions[i]:
             return f"parameter '{sharded.name}' was written to. To store it, pass writeback=True"
@@ -199,19 +199,19 @@ def _problem(selected: list[ShardedParameter], whole: list[nn.Parameter], versio
 
 
 def _tell(selected: list[ShardedParameter], problem: str) -> list[tuple[int, str]]:
-    """Each rank and its problem, which is empty where there is none."""
+    """Exchange (rank, problem) among all ranks; "" stands for no problem."""
     return all_gather_over_mesh(selected[0].state.mesh, (dist.get_rank(), problem)) if selected else []
 
 
 def _agree(selected: list[ShardedParameter], problem: str) -> None:
-    """Raise on all ranks if one of them has a problem."""
+    """Raise on all ranks if one has a problem."""
     for rank, theirs in _tell(selected, problem):
         if theirs:
             raise RuntimeError(f"zcompile.unshard: on rank {rank}, {theirs}.")
 
 
 def _compare(selected: list[ShardedParameter], whole: list[nn.Parameter]) -> None:
-    """Raise on all ranks if the values of a parameter are not the same on all of them."""
+    """Raise on all ranks if they have different values of a parameter."""
     if not selected:
         return
     hashes = [hash_of(parameter) for parameter in whole]
@@ -229,7 +229,7 @@ def _compare(selected: list[ShardedParameter], whole: list[nn.Parameter]) -> Non
 
 @torch.no_grad()
 def hash_of(tensor: torch.Tensor) -> int:
-    """A number that depends on the bits of `tensor` and their order: sum of bits times odd factors, modulo 2^64."""
+    """Hash the bits of `tensor` and their order: the sum of integers of the bits times odd factors, modulo 2^64."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
     total = 0
     for i, bits in enumerate(tensor.detach().contiguous().view(-1).view(integers).split(HASHED_ELEMENTS)):
@@ -240,13 +240,14 @@ def hash_of(tensor: torch.Tensor) -> int:
 
 @torch.no_grad()
 def _store(sharded: ShardedParameter, whole: nn.Parameter) -> None:
-    """Let this rank's shard be its slice of `whole`."""
+    """Copy this rank's slice of `whole` to its shard."""
     sharded.local().copy_(sharded.state.local_shard(whole.detach(), sharded.layout.dim))
 
 
 def _reset_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The module's own `reset_parameters`, on whole parameters, of which each rank stores its slice; all ranks
-    together. Ranks that are seeded alike get the values of the unsharded module."""
+    """Run the module's own `reset_parameters` on whole parameters, then store this rank's slice; a collective call.
+
+    Ranks with the same seed get the values of the unsharded module."""
     reset = super(type(self), self).reset_parameters
     sharded = [each for each in sharded_parameters_of(self) if not each.is_whole]
     with whole_parameters(sharded, writeback=True, compare=False):
@@ -260,7 +261,7 @@ contribute(
     )
 )
 contribute(
-    Contributor(  # of PEFT, whose merges change its base layer
+    Contributor(  # PEFT: a merge changes the base layer
         lambda base, kind: any(each.__name__ == "BaseTunerLayer" for each in base.__mro__),
         lambda base, kind: {name: on_whole_parameters(getattr(base, name)) for name in ("merge", "unmerge")},
     )
