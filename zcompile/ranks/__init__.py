@@ -1,1 +1,1 @@
-"""Ranks among each other: process groups, and checks that all run the same program in the same order."""
+"""Process groups, and checks that all ranks run the same program and start collectives in the same order."""

@@ -1,8 +1,8 @@
-"""Ranks that wait for each other, of which some share no shards: under tensor and expert parallelism.
+"""Comparison of programs between all ranks that wait for each other, also those that share no shards.
 
-Ranks compare programs before they first run them. If only ranks that share shards compared, those would raise, and the
-ranks with which they compute sums would wait for them until the timeout. So all ranks compare that are connected by the
-groups of the model's parameters.
+Ranks compare programs before they first run them. Under tensor and expert parallelism, a rank also waits for ranks that
+hold other parameters. If only ranks that share shards compared, they would raise, and the others would wait for them
+until the timeout. So all ranks take part that process groups of the model's parameters connect, directly or not.
 """
 
 from collections.abc import Sequence
@@ -17,17 +17,19 @@ from zcompile.ranks.program_check import Agreement
 
 
 def agreement_of(meshes: Sequence[DeviceMesh], groups: Groups, runtime: _C.Model, timeout_s: float) -> Agreement:
-    """An agreement of all ranks that this one is connected with, which call together.
+    """Make the `Agreement` of all ranks that groups of `meshes` connect with this one; a collective call.
 
     Args:
-        meshes: of parameters, in one order on all ranks.
-        groups: of the first domain, for its runtime.
+        meshes: the meshes of the model's parameters, in the same order on all ranks.
+        groups: the process groups of the first domain.
+        runtime: the runtime of the first domain.
+        timeout_s: see `Agreement`.
     """
     me = dist.get_rank()
     name = f"zcompile/{groups.reduce}/{groups.number}"
-    # Where each rank says how many collectives it has started, under which number, and the name of its model.
+    # rank -> the store where it publishes the number of collectives it has started, its key there, its model's name
     known = {me: (order_store_name(groups), groups.rank, name)}
-    for _ in range(2):  # a group for each dimension: after the first round, ranks know those of all dimensions behind
+    for _ in range(2):  # the second round passes on the ranks that others learned of in the first
         for group in dict.fromkeys(mesh.get_group(i) for mesh in meshes for i in range(mesh.ndim)):
             gathered: list[dict[int, tuple[str, int, str]]] = [{} for _ in range(group.size())]
             dist.all_gather_object(gathered, known, group=group)

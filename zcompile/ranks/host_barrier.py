@@ -1,7 +1,7 @@
-"""Ranks meet at a place in the program that each comes to in its own time, and say a number to each other.
+"""A barrier at which ranks also exchange a number each.
 
-A rank that waits takes part in nothing that others start meanwhile. Meetings go over a gloo group of their own, on the
-host.
+Ranks may reach it at different times. It uses a gloo group of its own, on the host, so that a rank that waits blocks no
+other collective.
 """
 
 import datetime
@@ -15,28 +15,29 @@ from zcompile.state.sharded_model import ShardedModel
 
 GENERATE, EXPORT = 0, 1
 _PURPOSES = {GENERATE: "generate()", EXPORT: "zcompile.full_parameters"}
-_PERIOD_S = 1.0  # how often a rank that waits looks whether others are known to have started something else
+_PERIOD_S = 1.0  # how often a rank that waits checks whether a difference in the order of collectives was found
 
 
 class Meeting:
-    """Where the ranks that share the shards of a model meet."""
+    """A barrier of the ranks of a model's mesh."""
 
     def __init__(self, state: ShardedModel, purpose: int):
         """
         Args:
-            purpose: `GENERATE` or `EXPORT`.
+            purpose: `GENERATE` or `EXPORT`; ranks at the barrier for different purposes raise.
         """
         self.runtime, self.purpose, self.number = state.runtime, purpose, state.groups.number
         try:
             self.group = weakref.ref(meeting_group(state.mesh))
-        except RuntimeError as error:  # it is made at the first meeting
+        except RuntimeError as error:  # ranks make the group together, at their first barrier
             raise self._missing(error) from error
 
     def meet(self, number: int) -> list[int]:
-        """The `number` of every rank, by rank, when all have come.
+        """Wait for all ranks; returns the `number` of each, by rank.
 
         Raises:
-            RuntimeError: a rank does something else, or does not come before the timeout of the process group.
+            RuntimeError: a rank is at the barrier for another model or purpose, or does not reach it before the
+                timeout of the process group; or ranks started different collectives.
         """
         group = self.group()
         assert group is not None, "the process group was closed"

@@ -1,13 +1,13 @@
-"""Before an optimizer steps, ranks compare whether all have started the same collectives.
+"""A check before each optimizer step that all ranks have started the same collectives.
 
-See [Note: order of collectives] in csrc/transport/order_log.h. What is compared is on the host. So a check
-waits for the hosts of other ranks, and for no device. Two kinds of steps are not checked: those inside of a backward,
-and those that `torch.compile` compiled, which call no hook.
+See [Note: order of collectives] in csrc/transport/order_log.h. Counts and hashes are on the host, so a check waits for
+the hosts of other ranks, but for no device. Two kinds of steps are not checked: those inside of a backward, and those
+that `torch.compile` compiled, which call no hook.
 
-A rank that started no collective since its last check has nothing that ranks could have mixed up. That is usual peer to
-peer, where each transfer has a tag. Such a rank does not wait at its step. It reads the result of this check at its
-next step, so hosts may be up to a step apart. All ranks take part in each check, since each decides by itself whether
-it waits. If the check of the last step finds a difference, only ranks that wait are told.
+A rank that started no collective since its last check cannot have received mixed-up data. This is usual peer to peer,
+where each transfer has a tag. Such a rank starts the check, does not wait for it, and reads its result at its next
+step. So hosts may be up to a step apart. All ranks take part in each check, because each decides alone whether it
+waits. If the check of the last step of a program finds a difference, only ranks that wait raise.
 """
 
 import contextlib
@@ -27,41 +27,43 @@ from zcompile import _C
 from zcompile.ranks.order_watch import MOST_NAMED, REMEDY, Marks, base_store, by_text, first_difference, last_of
 
 _ABSENT = torch.iinfo(torch.int64).min
-_PERIOD_S = 1.0  # how often a rank that waits looks whether a difference is known by now
-_PATIENCE_S = 5.0  # how long a rank that knows of a difference waits until all say what they started
+_PERIOD_S = 1.0  # how often a rank that waits checks whether a difference was found elsewhere
+_PATIENCE_S = 5.0  # how long a rank that found a difference waits for the logs of all ranks
 _UNCHANGED = (
     "No parameter was changed, except that ranks that had started none since their step before have taken this one."
 )
 
-# Of the next check over a group, which all models over the same ranks share.
+# Number of the next check over each group; models over the same ranks share a group.
 _numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]" = weakref.WeakKeyDictionary()
 
-Digests = Sequence[tuple[int, int]]  # of each of a model's logs: how many collectives, and their hash
+Digests = Sequence[tuple[int, int]]  # (count of collectives, their hash) for each of a model's logs
 
 
 @dataclass
 class Exchange:
-    """An all-reduce of what ranks have started."""
+    """An all-reduce of the counts and hashes of all ranks."""
 
-    number: int  # of the check over its group
+    number: int  # of the check, counted for its group
     digests: Digests  # of this rank
     tensor: torch.Tensor
     work: dist.Work
 
 
-# Those with a check under way, for which this rank did not wait.
+# Checks with an all-reduce in flight for which this rank did not wait.
 _late: "weakref.WeakSet[OrderCheck]" = weakref.WeakSet()
 
 
 class OrderCheck:
-    """Compares what the ranks of one mesh have started.
+    """Compares the collectives that the ranks of one mesh have started.
 
-    Ranks that share shards have one log, and so have ranks that hold the same shard. An all-reduce (MAX) over the mesh
-    has four numbers for each log: count and hash, and their complements, by which it tells the minimum, too.
+    Ranks that share shards have a log in common, and so have ranks that hold the same shard (replicas). An all-reduce
+    (MAX) over the mesh has four numbers for each log: count, hash and their bitwise complements. The maximum of a
+    complement gives the minimum of its value, so ranks differ where maximum and minimum do.
 
     Args:
-        group: over gloo, of the ranks of `mesh`.
-        world: ranks that share one set of shards.
+        group: a gloo group of all ranks of `mesh`.
+        world: the number of ranks that share one set of shards.
+        timeout_s: how long a rank waits for the others.
     """
 
     runtime: _C.Model  # of the last check
@@ -70,7 +72,7 @@ class OrderCheck:
         ranks, coordinate = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]), mesh.get_coordinate()
         assert coordinate is not None
         self.logs: list[list[int]] = []  # the ranks of each log
-        self.places: list[int] = []  # in `logs`, of those of this rank, in the order of `OrderLog::of_model`
+        self.places: list[int] = []  # indices in `logs` of this rank's logs, in the order of `OrderLog::of_model`
         if world > 1:
             self.logs += ranks.tolist()
             self.places.append(coordinate[0] if mesh.ndim == 2 else 0)
@@ -82,16 +84,16 @@ class OrderCheck:
         self.store = dist.PrefixStore(f"zcompile/check/{self.name}", base_store())
         self.timeout_s = timeout_s
         self.digests: Digests | None = None  # at the last check
-        self.under_way: Exchange | None = None  # the last check, if this rank has not waited for it
+        self.under_way: Exchange | None = None  # of the last check, if this rank has not waited for it
 
     def check(self, runtime: _C.Model) -> None:
-        """Compare the collectives that each rank of the mesh has started. All of them call this.
+        """Compare the collectives that the ranks of the mesh have started; a collective call.
 
-        If this rank started any since the last check, it waits for the others. Else it waits at the next check.
+        If this rank started any since the last check, it waits for the others now, else at the next check.
 
         Raises:
-            RuntimeError: on all ranks, if these differ, at the latest at the next check; on the ranks that wait, if one
-                does not call within the timeout.
+            RuntimeError: ranks started different collectives: all ranks raise, at the latest at their next check. Or
+                another rank did not call this within the timeout: the ranks that wait raise.
         """
         group = self.group()
         if group is None:
@@ -121,20 +123,20 @@ class OrderCheck:
             _late.add(self)
 
     def finish(self) -> None:
-        """Wait for the check that is under way, if one is, and compare.
+        """Wait for the check in flight, if there is one, and compare its result.
 
-        Meanwhile this rank may be told of a difference: others may hang, or raise, elsewhere.
+        Raises also if a difference is found elsewhere meanwhile, since ranks that hang or raised there never come.
         """
         exchange, self.under_way = self.under_way, None
         _late.discard(self)
         if exchange is None:
             return
         while not exchange.work.is_completed():
-            with contextlib.suppress(RuntimeError):  # not yet
+            with contextlib.suppress(RuntimeError):  # not complete yet
                 exchange.work.wait(datetime.timedelta(seconds=_PERIOD_S))
                 break
             self.leave_if_told(exchange.number)
-            for check in list(_late):  # ranks that waited for one of these may have left by now
+            for check in list(_late):  # such a check may have ended, and the ranks that waited for it raised
                 check.look()
         try:
             exchange.work.wait()
@@ -143,24 +145,24 @@ class OrderCheck:
         self.compare(exchange)
 
     def look(self) -> None:
-        """Raise if the check that is under way is through, and ranks differ."""
+        """Raise if the check in flight has ended and ranks differ, without waiting."""
         exchange = self.under_way
         if exchange is None or not exchange.work.is_completed():
             return
         try:
             exchange.work.wait()
         except RuntimeError:
-            return  # told at the next step
+            return  # `finish` raises at the next step
         self.under_way = None
         self.compare(exchange)
 
     def compare(self, exchange: Exchange) -> None:
-        """If the ranks of some log differ, raise what all ranks raise, after this rank has published what it started.
+        """If the ranks of a log differ, publish this rank's logs, and raise the same error on all ranks.
 
-        One rank finds the first difference, and words it for all. If not all ranks publish soon, since one of them did
-        not wait for this check, any rank that did words what is known.
+        The mesh's first rank finds the first difference and publishes the text of the error. If not all ranks publish
+        their logs soon, because one did not wait for this check, any rank publishes a text from the logs it has.
         """
-        maxima = exchange.tensor.view(-1, 4).tolist()  # of a count, a hash, and their complements
+        maxima = exchange.tensor.view(-1, 4).tolist()  # of count, complement, hash, complement
         if all(count == ~complement and value == ~other for count, complement, value, other in maxima):
             return
         number = exchange.number
@@ -172,7 +174,7 @@ class OrderCheck:
             time.sleep(0.01)
         said = {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
         if self.rank == self.ranks[0] or len(said) < len(self.ranks):
-            self.store.compare_set(f"{number}/message", "", difference_in(self.logs, said))  # the first one counts
+            self.store.compare_set(f"{number}/message", "", difference_in(self.logs, said))  # the first text stays
         deadline = time.monotonic() + self.timeout_s
         while time.monotonic() < deadline:
             self.leave_if_told(number)
@@ -180,17 +182,17 @@ class OrderCheck:
         raise self.missing(number, "Ranks started different gathers and reduces, and none says which.")
 
     def marks(self, exchange: Exchange) -> dict[int, Marks]:
-        """What this rank had started at that check, by index of the log."""
+        """The collectives that this rank had started at that check, by index of the log."""
         said = {}
         for log, (place, (count, value)) in enumerate(zip(self.places, exchange.digests, strict=True)):
             marks = [mark for mark in self.runtime.order(log) if mark[0] <= count]
-            if count > 0 and (not marks or marks[-1][0] < count):  # long ago: the log has no name any more
+            if count > 0 and (not marks or marks[-1][0] < count):  # too long ago for the log to have its name
                 marks.append((count, value, ""))
             said[place] = marks
         return said
 
     def leave_if_told(self, number: int) -> None:
-        """Raise if a difference is known: by the thread, which may have told no other rank yet, or by another rank."""
+        """Raise if this rank's thread (order_watch.py) or another rank has found a difference; tell the other ranks."""
         message = f"{number}/message"
         if failure := self.runtime.order_failure():
             self.store.compare_set(message, "", failure)
@@ -201,7 +203,7 @@ class OrderCheck:
             raise RuntimeError(failure)
 
     def missing(self, number: int, reason: str) -> RuntimeError:
-        """A rank did not come, or raises a difference that is known."""
+        """Return the error for a rank that did not come; raises if a difference is known."""
         self.leave_if_told(number)
         return RuntimeError(
             f"zcompile: rank {self.rank} waited at an optimizer's step for the other ranks, and not all came: a rank "
@@ -211,11 +213,11 @@ class OrderCheck:
 
 
 def difference_in(logs: Sequence[Sequence[int]], said: Mapping[int, Mapping[str, Marks]]) -> str:
-    """The text of the error: where the first log that differs does so.
+    """The text of the error: the first difference in the first log in which ranks differ.
 
     Args:
-        logs: the ranks of each.
-        said: by rank and, as text, index of the log.
+        logs: the ranks of each log.
+        said: rank -> index of a log, as text -> the collectives that the rank published.
     """
     begin = "zcompile: ranks started different gathers and reduces before this optimizer step"
     for log, ranks in enumerate(logs):

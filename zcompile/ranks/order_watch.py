@@ -1,13 +1,12 @@
-"""A thread compares whether all ranks started the same collectives in the same order.
+"""A thread that checks whether all ranks start the same collectives in the same order.
 
-See [Note: order of collectives] in csrc/transport/order_log.h. Training does not wait for the thread. So what ranks
-computed until a difference is found may be wrong; order_check.py keeps optimizers from stepping with it, but for two
-kinds of steps that it names. After a difference, each rank's next collective raises, and over gloo the one that it
-waits for.
+See [Note: order of collectives] in csrc/transport/order_log.h. Training does not wait for the thread, so results may be
+wrong until it finds a difference. order_check.py keeps optimizers from stepping with them, except in the two kinds of
+steps that it names. After a difference, each rank's next collective raises; over gloo, a wait in progress raises, too.
 
-The thread also asks torch whether NCCL failed, because a rank ended or did not come. After a difference or a failure it
-aborts the model's groups. Why: a host may be waiting for its device, and the device for another rank. Without the abort
-it would wait until torch ends the process, a minute after the timeout.
+The thread also asks torch whether NCCL failed because a rank ended or did not come. After a difference or a failure it
+aborts the model's process groups, because a host may be waiting for its device, and the device for another rank.
+Without the abort it would wait until torch ends the process, a minute after the timeout.
 """
 
 import atexit
@@ -28,8 +27,8 @@ log = logging.getLogger("zcompile")
 
 Marks = list[tuple[int, int, str]]  # number, hash and text of collectives
 PERIOD_S = 1.0
-CLOSE_S = 10.0  # longest wait for the thread at the interpreter's end
-RECENT = 64  # collectives of which a log has the names
+CLOSE_S = 10.0  # longest wait for the thread when the interpreter exits
+RECENT = 64  # a log has the names of this many of its last collectives
 MOST_NAMED = 8  # ranks, and texts, that an error lists
 REMEDY = (
     "All ranks must read the same parameters in the same order, in forward and in backward. Of a module that reads "
@@ -37,17 +36,17 @@ REMEDY = (
     "deepspeed.utils.set_z3_leaf_modules(model, [TheModule])."
 )
 
-_watches: dict[str, "OrderWatch"] = {}  # by the name of the group
+_watches: dict[str, "OrderWatch"] = {}  # name of the gather group -> its watch
 
 
 def watch_order(runtime: _C.Model, groups: Groups, timeout_s: float) -> Callable[[int], int]:
-    """Compare the order of what `runtime` and other models over its group start, until all of them are gone.
+    """Watch the order of collectives of `runtime` and of other models over its group, until all are freed.
 
     Returns:
-        A function: rank -> how many collectives it has started. Of others, that is what their threads last published.
+        A function: rank -> how many collectives it has started; for another rank, the number it last published.
     """
     watch = _watches.get(groups.gather)
-    # A group that is made after the ones before were closed may have the name of one of those.
+    # A group may have the name of one that was closed before it was made.
     if watch is None or watch.base is not base_store() or not watch.add(runtime):
         _watches[groups.gather] = OrderWatch(runtime, groups, timeout_s)
     store = _store_of(groups)
@@ -55,7 +54,7 @@ def watch_order(runtime: _C.Model, groups: Groups, timeout_s: float) -> Callable
 
 
 class OrderWatch:
-    """A thread that compares this rank with the one before it, and learns what others found."""
+    """A thread that compares this rank's log with the previous rank's, and reads the differences that others found."""
 
     def __init__(self, runtime: _C.Model, groups: Groups, timeout_s: float):
         self.rank = groups.rank
@@ -65,26 +64,26 @@ class OrderWatch:
         self.runtimes = weakref.WeakSet([runtime])
         self.lock, self.stop, self.ended = threading.Lock(), threading.Event(), False
         self.other = (self.rank - 1) % groups.world
-        self.theirs: Marks = []  # as that rank last published
+        self.theirs: Marks = []  # the log that this rank last published
         self.has_store = True
         self.thread = threading.Thread(target=self.run, name="zcompile order", daemon=True)
         self.thread.start()
         atexit.register(self.close)
 
     def add(self, runtime: _C.Model) -> bool:
-        """Whether the thread still runs, and now lasts as long as `runtime`."""
+        """Watch `runtime`, too, until it is freed; returns False if the thread has ended."""
         with self.lock:
             if not self.ended:
                 self.runtimes.add(runtime)
             return not self.ended
 
     def close(self) -> None:
-        """End the thread. The interpreter may not end while it is in a call of the store: that aborts the process."""
+        """End the thread. If the interpreter exited during its call of the store, the process would abort."""
         self.stop.set()
         self.thread.join(CLOSE_S)
 
     def run(self) -> None:
-        """Compare once in a period."""
+        """Compare logs once in each period."""
         while not self.stop.wait(self.period_s):
             with self.lock:
                 runtime = next(iter(self.runtimes), None)
@@ -92,7 +91,7 @@ class OrderWatch:
                     self.ended = True
                     return
             _C.Model.wake_waits()
-            if failure := runtime.order_failure():  # found before an optimizer's step, or in another part of the model
+            if failure := runtime.order_failure():  # found by order_check.py, or in another domain
                 self.publish(failure)
                 return
             message = self.compare(runtime) or self.lost_rank(runtime)
@@ -102,7 +101,7 @@ class OrderWatch:
             del runtime
 
     def lost_rank(self, runtime: _C.Model) -> str:
-        """What to say if NCCL failed, or an empty string."""
+        """The text of the error if NCCL failed, else ""."""
         reason = runtime.nccl_failure()
         if not reason:
             return ""
@@ -113,7 +112,7 @@ class OrderWatch:
         )
 
     def compare(self, runtime: _C.Model) -> str:
-        """Publish and compare; what to say if there is a difference, or if another rank said something."""
+        """Publish this rank's log and compare; returns the text of an error, found here or by another rank, or ""."""
         mine = runtime.order()
         if not mine or not self.has_store:
             return ""
@@ -124,26 +123,26 @@ class OrderWatch:
             if not self.store.check([f"{self.other}"]):
                 return ""
             self.theirs = json.loads(self.store.get(f"{self.other}"))
-        except (RuntimeError, ValueError):  # closed, or the rank that has it ended
+        except (RuntimeError, ValueError):  # the store was closed, or its rank ended
             self.has_store = False
             return ""
         return difference({self.rank: mine, self.other: self.theirs})
 
     def fail(self, runtime: _C.Model, message: str) -> None:
-        """Make the next collective of all ranks an error, and end those that wait.
+        """Make the next collective raise on all ranks, and abort those that wait.
 
-        This rank may not come to another collective, so it says it now, too.
+        It also logs the error, because this rank may not reach another collective.
         """
         log.error("%s", message)
         with self.lock:
             runtimes = list(self.runtimes)
-        for each in runtimes:  # whose units have other groups
+        for each in runtimes:  # units have groups of their own
             each.fail_order(message)
         self.publish(message)
         runtime.abort_nccl()
 
     def publish(self, message: str) -> None:
-        """Tell the other ranks of the group."""
+        """Publish an error for the other ranks of the group."""
         with contextlib.suppress(RuntimeError, ValueError):
             if self.has_store:
                 self.store.set("failed", message)
@@ -154,12 +153,12 @@ def _store_of(groups: Groups) -> dist.Store:
 
 
 def base_store() -> dist.Store:
-    """The store by which ranks met."""
+    """The store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 
 def order_store_name(groups: Groups) -> str:
-    """The prefix of the keys under which ranks of these groups publish what they have started."""
+    """The prefix of the keys under which ranks of these groups publish their logs."""
     return f"zcompile/order/{groups.gather}/{groups.reduce}"
 
 
@@ -170,21 +169,21 @@ def started_here(runtime: _C.Model) -> int:
 
 
 def started_there(store: dist.Store, rank: int) -> int:
-    """How many another rank has started, as its thread last published."""
+    """How many collectives another rank has started, as its thread last published."""
     marks: Marks = json.loads(store.get(f"{rank}")) if store.check([f"{rank}"]) else []
     return marks[-1][0] if marks else 0
 
 
 def last_of(marks: Marks) -> str:
-    """The last collective, in words."""
+    """Describe the last collective of a log."""
     return f"number {marks[-1][0]}, {marks[-1][2]}" if marks else "none"
 
 
 def first_difference(said: Mapping[int, Marks]) -> str:
-    """Where ranks first started something else, by what each says; empty if nothing tells."""
+    """Describe the first collective in which the logs of ranks differ; "" if none is known to."""
     known = {rank: {number: (value, text) for number, value, text in marks} for rank, marks in said.items()}
     last = {rank: marks[-1][0] if marks else 0 for rank, marks in said.items()}
-    alike = 0  # up to here, all are known to have started the same
+    alike = 0  # number up to which all are known to have started the same
     for number in sorted({number for marks in known.values() for number in marks}):
         values = {marks[number][0] for marks in known.values() if number in marks}
         if len(values) == 1 and number <= min(last.values()):
@@ -208,7 +207,7 @@ def first_difference(said: Mapping[int, Marks]) -> str:
 
 
 def by_text(texts: Mapping[int, str]) -> str:
-    """Each text with the ranks that have it."""
+    """List each text with its ranks."""
     parts = []
     for text in itertools.islice(dict.fromkeys(texts.values()), MOST_NAMED):
         ranks = [str(rank) for rank, other in texts.items() if other == text]
@@ -218,7 +217,7 @@ def by_text(texts: Mapping[int, str]) -> str:
 
 
 def difference(said: Mapping[int, Marks]) -> str:
-    """What tells that ranks started different collectives, as far as all know of; empty if nothing tells."""
+    """The text of an error if logs differ in a collective that all of them have; else ""."""
     shared = set.intersection(*({number for number, _, _ in marks} for marks in said.values()))
     at = first_difference({rank: [mark for mark in marks if mark[0] in shared] for rank, marks in said.items()})
     if not at:

@@ -1,4 +1,4 @@
-"""The mesh and the process groups of a sharded model, and what ranks say to one another in Python objects."""
+"""The mesh and the process groups of a sharded model, and exchanges of Python objects between ranks."""
 
 import contextlib
 import datetime
@@ -15,31 +15,31 @@ from zcompile import _C
 
 
 def default_mesh(model: nn.Module | None = None) -> DeviceMesh:
-    """All ranks of the default process group in one dimension, on GPUs if it has NCCL or `model` is on them."""
+    """Make a 1-D mesh of all ranks of the default process group, on GPUs if it has NCCL or `model` is on a GPU."""
     devices = {parameter.device.type for parameter in (model.parameters() if model is not None else ())} - {"meta"}
-    # `get_backend` says "undefined" of a group that was made with torch's defaults.
+    # `get_backend` would return "undefined" for a group made with torch's defaults.
     on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
     device_type = "cuda" if on_gpu or "cuda" in devices else "cpu"
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Where this rank's shards live."""
+    """The device of this rank's shards."""
     return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
 def shard_group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The ranks that share one set of shards: the last dimension of the mesh."""
+    """The group of ranks that share one set of shards: the last dimension of the mesh."""
     return mesh.get_group(mesh.ndim - 1)
 
 
 def is_fake(mesh: DeviceMesh) -> bool:
-    """Whether the other ranks do not exist, as under torch's "fake" backend, and nothing is moved."""
+    """Whether torch's "fake" backend stands in for the other ranks, and no data is moved."""
     return dist.get_backend(shard_group_of(mesh)) == "fake"
 
 
 def timeout_of(mesh: DeviceMesh) -> datetime.timedelta:
-    """How long the user lets ranks that share shards wait for each other: the timeout of their group."""
+    """The timeout of the group of ranks that share shards: how long they may wait for each other."""
     if is_fake(mesh):
         return dist.constants.default_pg_timeout
     options: Any = shard_group_of(mesh)._get_backend(torch.device(mesh.device_type)).options
@@ -47,13 +47,14 @@ def timeout_of(mesh: DeviceMesh) -> datetime.timedelta:
     return timeout
 
 
-# Groups of zcompile's own, by what they are made with. All models over the same ranks share them: one group for each
-# model would give each an order of its own, in which ranks that read different models wait for each other.
+# The groups that zcompile made, by use, ranks, device type and timeout. Models over the same ranks share a group, which
+# puts their collectives into one order. With a group for each, ranks that read different models would wait for each
+# other.
 _shared_groups: "weakref.WeakValueDictionary[tuple[Any, ...], dist.ProcessGroup]" = weakref.WeakValueDictionary()
 
 
 def _own_group(use: str, ranks: list[int], mesh: DeviceMesh, backend: str | None = None) -> dist.ProcessGroup:
-    """The group for that use over `ranks` with the timeout of `mesh`. All its ranks call together."""
+    """Make or reuse the group for `use` over `ranks`, with the timeout of `mesh`; a collective call of `ranks`."""
     timeout = timeout_of(mesh)
     key = use, tuple(ranks), mesh.device_type, timeout
     group = _shared_groups.get(key)
@@ -66,7 +67,7 @@ def _own_group(use: str, ranks: list[int], mesh: DeviceMesh, backend: str | None
 
 
 def order_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group, over gloo, in which the ranks of `mesh` compare what they started before an optimizer steps.
+    """The gloo group over which ranks of `mesh` compare their collectives before an optimizer steps.
 
     Raises:
         RuntimeError: gloo does not work on this machine.
@@ -82,11 +83,12 @@ def order_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def meeting_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group, over gloo, in which the ranks of `mesh` meet; see host_barrier.py."""
+    """The gloo group of the barriers of `mesh`; see host_barrier.py."""
     return _own_group("meeting", mesh.mesh.flatten().tolist(), mesh, "gloo")
 
 
-_numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()  # of the next model
+# Number of the next model over each group.
+_numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,10 @@ class Groups:
     """The process groups of a model's runtime, by name; `Groups` of csrc/transport/context.h.
 
     Attributes:
-        gather, reduce: two communicators between the ranks that share the shards, so that transfers overlap.
-        replicate: between replicas; "" without a 2-D mesh.
-        rank, world: of this process, and of all that share the shards.
-        number: of the model among those over the same ranks, the same on all ranks.
+        gather, reduce: two groups of the ranks that share shards, so that gathers and reduces overlap.
+        replicate: the group of replicas; "" on a 1-D mesh.
+        rank, world: this process's rank among those that share shards, and their number.
+        number: counts the models over the same ranks; the same on all ranks.
     """
 
     gather: str
@@ -108,19 +110,19 @@ class Groups:
     number: int
 
     def make_runtime(self, **options: Any) -> _C.Model:
-        """A runtime over these groups."""
+        """Make a runtime over these groups."""
         return _C.Model(**asdict(self), **options)
 
     def make_runtime_to_measure(self) -> _C.Model:
-        """An empty runtime over the same groups, which takes no number from models."""
+        """Make an empty runtime over these groups, which counts as no model."""
         return replace(self, number=-1).make_runtime()
 
 
 def groups_of(mesh: DeviceMesh, for_units: bool = False) -> Groups:
-    """The process groups for a new model over `mesh`; all ranks call together.
+    """Make the process groups for a new model over `mesh`; a collective call.
 
     Args:
-        for_units: see [Note: order of units] in units/order.py.
+        for_units: whether they are for units, which share one group; see [Note: order of units] in units/order.py.
     """
     gather = reduce = shard_group = shard_group_of(mesh)
     replicas = mesh.get_group(0) if mesh.ndim == 2 else None
@@ -144,7 +146,7 @@ def groups_of(mesh: DeviceMesh, for_units: bool = False) -> Groups:
 
 
 def all_gather_over_mesh(mesh: DeviceMesh, value: Any) -> list:
-    """Every rank's `value`, in the same order on all ranks of the mesh. Ranks that do not exist have this one's."""
+    """Gather `value` from all ranks, in the same order on each; under the "fake" backend, this rank's, repeated."""
     if is_fake(mesh):
         return [value] * mesh.size()
     values = [value]
@@ -154,7 +156,7 @@ def all_gather_over_mesh(mesh: DeviceMesh, value: Any) -> list:
 
 
 def all_gather_object(group: dist.ProcessGroup, value: Any) -> list:
-    """The `value` of every rank of `group`, by rank."""
+    """Gather `value` from all ranks of `group`, by rank."""
     values: list[Any] = [None] * group.size()
     try:
         dist.all_gather_object(values, value, group=group)

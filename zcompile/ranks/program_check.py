@@ -1,4 +1,4 @@
-"""Whether all ranks are about to run the same program, where a difference would hang or mix up collectives."""
+"""A check that all ranks are about to run the same program; otherwise collectives could hang or mix up parameters."""
 
 import hashlib
 import json
@@ -13,9 +13,9 @@ class Line(NamedTuple):
     """One entry in the description of a program, such as a parameter that it reads.
 
     Attributes:
-        text: what is compared. It must be equal on all ranks.
-        place: where in the model's source that is, for messages. It may differ: a rank that skips a part compiles other
-            code around the same reads.
+        text: the text that is compared. It must be equal on all ranks.
+        place: its place in the model's source, for messages. It may differ, because a rank that skips a part of the
+            model compiles other code around the same reads.
     """
 
     text: str
@@ -30,20 +30,21 @@ def _key(lines: Sequence[Line]) -> str:
 
 
 class Agreement:
-    """Compares what the ranks of one model run, through the store of the process group.
+    """Compares the programs that ranks of one model run, through the store of the process group.
 
-    No collective is used: a rank that runs something else may never call it. A program is compared when a rank first
-    runs it. So later steps cost nothing, and ranks may compile at different times. A rank may also compile alone, for
-    a branch or a length that others do not have, and they run what they know already: once they have started a later
-    collective than this rank, it goes on, too. Whether those are the same tells order_watch.py.
+    It uses no collective, because a rank that runs another program may never call it. A rank compares a program before
+    it first runs it, so later steps cost nothing, and ranks may compile at different times. A rank may also compile
+    alone, for a branch or a length that the others do not have, while these run programs that they have compared. Once
+    they have started a later collective than this rank, it goes on; order_watch.py checks that the collectives match.
 
-    A difference ends a round: every rank whose check is of that round raises, now or when it comes to it, and its next
-    check is of the next round. So nothing that was said before a difference counts after it.
+    A difference ends a round. Each rank raises in its check of that round, even if it comes to it later, and its next
+    check is in the next round. So no entry of the store from before a difference is read after it.
 
     Args:
-        prefix: of the model, the same on its ranks and different from other models'.
-        timeout_s: the longest wait for a rank that does not come at all; it may be compiling.
-        started: how many collectives of the model a rank has started, as far as is known here.
+        prefix: a prefix of keys in the store, the same on the model's ranks and different from other models'.
+        rank, world: this rank's number among those that compare, and their count.
+        timeout_s: the longest wait for a rank, which may be compiling.
+        started: rank -> how many of the model's collectives it has started, as far as this rank knows.
     """
 
     def __init__(
@@ -56,11 +57,11 @@ class Agreement:
         self.round = 0
 
     def check(self, lines: Sequence[Line]) -> None:
-        """Return when every rank has come to the program that `lines` describe, or has passed this place without it.
+        """Wait until each rank has reached the program that `lines` describe, or has gone past this check without it.
 
         Raises:
-            RuntimeError: another rank waits at this place with another program, which raises on both, and names the
-                first line that differs; or a rank does not come in time.
+            RuntimeError: another rank waits with a different program: both ranks raise, with the first line that
+                differs. Or a rank did not come within the timeout.
         """
         key = _key(lines)
         if key in self.known:
@@ -74,7 +75,7 @@ class Agreement:
                 self._fail(self.store.get(f"{self.round}/failed").decode())
             for rank in missing:
                 theirs = self._waiting_program(rank, key)
-                # It may have come, and gone on, meanwhile.
+                # Meanwhile that rank may have come to the program, or gone past.
                 if theirs is not None and not self._has_come(rank, key, position):
                     self._fail(self._difference(list(map(str, lines)), rank, theirs))
             if time.monotonic() > deadline:
@@ -87,10 +88,10 @@ class Agreement:
         self.known.add(key)
 
     def largest(self, lines: Sequence[Line], number: int) -> int:
-        """The largest of the numbers that all ranks give for the program that `lines` describe.
+        """Return the largest `number` of all ranks for the program that `lines` describe.
 
-        They come here alike: after as many collectives. A rank that comes alone gets the last number for that program,
-        which the others run, or its own if that is larger.
+        Ranks are compared after the same count of collectives. A rank that compiles the program alone gets the result
+        of its last call for the program, which the others run, or its own number if that is larger.
 
         Raises:
             RuntimeError: see `check`.
@@ -98,7 +99,7 @@ class Agreement:
         here = [*lines, Line(f"is compiled after {self.started(self.rank)} gathers and reduces")]
         names = [f"{self.round}/{_key(here)}/{rank}/number" for rank in range(self.world)]
         self.store.set(names[self.rank], str(number))
-        self.known.discard(_key(here))  # of a compile that failed at this place
+        self.known.discard(_key(here))  # an earlier compile at this place may have failed
         self.check(here)
         said = [int(self.store.get(name)) for name in names if self.store.check([name])]
         if len(said) < self.world:
@@ -107,14 +108,15 @@ class Agreement:
         return max(said)
 
     def stop(self, reason: str) -> None:
-        """Let the checks of all other ranks raise, since this rank comes to none: why, in words that follow its name.
+        """Make the checks of all other ranks raise, because this rank comes to none; else they wait until the timeout.
 
-        Without that, they would wait for this rank until the timeout.
+        Args:
+            reason: ends the error's text, after the name of this rank.
         """
         self._end_round(f"zcompile: rank {self.rank} {reason}")
 
     def _has_come(self, rank: int, key: str, position: int) -> bool:
-        """Whether `rank` has come to the program, or has started a later collective than `position`."""
+        """Whether `rank` has reached program `key`, or has started more than `position` collectives."""
         if self.store.check([f"{self.round}/{key}/{rank}"]):
             return True
         waiting = self._waiting(rank)
@@ -125,21 +127,21 @@ class Agreement:
         raise RuntimeError(message)
 
     def _end_round(self, message: str) -> None:
-        """On all ranks; the first message stays."""
+        """End the round on all ranks, with the error `message` unless another rank set one first."""
         self.store.compare_set(f"{self.round}/failed", "", message)
         self.round += 1
 
     def _waiting(self, rank: int) -> tuple[str, int] | None:
-        """The key of the program with which `rank` waits, and how many collectives it has started."""
+        """The program's key with which `rank` waits and its count of started collectives; None if it does not wait."""
         name = f"{self.round}/waiting/{rank}"
         value = json.loads(self.store.get(name)) if self.store.check([name]) else None
         return None if value is None else (value[0], value[1])
 
     def _waiting_program(self, rank: int, key: str) -> list[str] | None:
-        """The lines with which `rank` waits, if they are others than those of `key`.
+        """The lines of the program that `rank` waits with, if it differs from program `key`; else None.
 
-        What is known here waits for no rank any more: `rank` has only not seen it yet. A rank that has started less
-        is still to come.
+        Not those of a program that this rank has compared, since `rank` is about to see that and go on; nor of a rank
+        that has started fewer collectives, since it may still reach `key`.
         """
         waiting = self._waiting(rank)
         if waiting is None or waiting[0] == key or waiting[0] in self.known or waiting[1] < self.started(self.rank):

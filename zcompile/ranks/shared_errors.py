@@ -1,4 +1,4 @@
-"""Errors of one rank that all ranks raise."""
+"""Raise an error of one rank on all ranks."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from zcompile.ranks.process_groups import all_gather_over_mesh
 
 @dataclass
 class Progress:
-    """Where work is that may raise."""
+    """The place that work has reached, for the text of an error."""
 
     at: str = ""  # such as "parameter 'a.weight'"
 
@@ -21,13 +21,15 @@ class Progress:
 def raised_on_all_ranks(
     mesh: DeviceMesh, failure: str = "zcompile.shard: rank {} could not shard the model"
 ) -> Iterator[Progress]:
-    """Around work of this rank alone: an exception of one rank is an error on all ranks, which enter together.
+    """Context manager that raises on all ranks if its block raised on one; all ranks enter it.
+
+    The block must contain no collective call.
 
     Args:
         failure: begins the error's text, with {} in place of the rank.
 
     Raises:
-        RuntimeError: a rank raised; names the rank, its progress, and its exception.
+        RuntimeError: the block raised on a rank; names the rank, its progress, and its exception.
     """
     progress, error = Progress(), None
     try:
