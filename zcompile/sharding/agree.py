@@ -1,4 +1,4 @@
-"""The agreement of all ranks before anything is sharded."""
+"""A comparison of all ranks' plans before anything is sharded."""
 
 import hashlib
 import itertools
@@ -12,15 +12,15 @@ from zcompile.ranks.process_groups import all_gather_over_mesh
 
 
 def agree(mesh: DeviceMesh, error: Exception | None, description: Sequence[str]) -> Machine:
-    """Compare all ranks' plans in one exchange, and return the machine that they plan with.
+    """Compare all ranks' plans in one exchange, and return the machine (measured rates) that all plan with.
 
     Args:
-        error: the reason why this rank cannot shard the model.
-        description: lines that are equal on all ranks; see `ShardPlan.description`.
+        error: the reason why this rank cannot shard the model, or None.
+        description: lines that must be equal on all ranks; see `ShardPlan.description`.
 
     Raises:
-        Exception: `error`.
-        RuntimeError: another rank has an error, or another description; names the rank and the first difference.
+        Exception: `error`, if there is one.
+        RuntimeError: another rank has an error or a different description; names the rank and the first difference.
     """
     digest = hashlib.sha256("\n".join(description).encode()).hexdigest()
     rank = dist.get_rank()

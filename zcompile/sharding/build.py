@@ -1,6 +1,7 @@
 """Builds the sharded parameters of a model: this rank's rows of each, as a DTensor and as a leaf.
 
-A module on the meta device gets memory just before its parameters are sharded, so at most one is unsharded.
+A module on the meta device gets memory just before its parameters are sharded, so only one such module is unsharded at
+a time.
 """
 
 import functools
@@ -26,15 +27,15 @@ from zcompile.state.user_hooks import carry_hooks
 
 
 def build(model: nn.Module, plan: ShardPlan, state: ShardedModel, progress: Progress) -> None:
-    """Exchange the parameters of each module of `model` for DTensors; without other ranks.
+    """Replace the parameters of each module of `model` by DTensors; no collective call.
 
-    Its modules do not read them yet. `progress` says at which parameter an exception was raised.
+    Modules do not gather them yet, see install.py. `progress` names the parameter at which an exception was raised.
     """
     device = device_of(state.mesh)
     ignored = plan.options.ignored
     done: dict[int, ShardedParameter] = {}  # by id of the original parameter
     meshes: dict[DeviceMesh, DeviceMesh] = {}  # see `layout_for`
-    originals: list[nn.Parameter] = []  # held until the end, so that no id is given twice
+    originals: list[nn.Parameter] = []  # kept alive, so that no id is reused
     for path, module in list(model.named_modules()):
         own = {name: p for name, p in module._parameters.items() if p is not None and id(p) not in ignored}
         originals += own.values()
@@ -69,7 +70,7 @@ def build(model: nn.Module, plan: ShardPlan, state: ShardedModel, progress: Prog
 def _check_padding(parameters: Iterable[ShardedParameter], progress: Progress) -> None:
     """Raise if the all-gather hook of a tensor subclass must pad this rank's shard, and does not.
 
-    It makes the runtime know components, which come after all parameters there.
+    It runs after all parameters are built, because a hook's tensors are added to the runtime, after all parameters.
     """
     for sharded in parameters:
         if (hooks := sharded.of_subclass) is not None and sharded.shape[0] % sharded.state.groups.world:
@@ -89,11 +90,12 @@ def _shard_parameter(
     meshes: dict[DeviceMesh, DeviceMesh],
     in_int8: bool,
 ) -> ShardedParameter:
-    """One parameter of `state`: this rank's shard, as a DTensor and as a leaf, and known to the runtime.
+    """Make `parameter` one of `state`: this rank's shard as a DTensor and as a leaf, added to the runtime.
 
     Args:
-        owner: a module that reads it, which holds the leaf from then on, and the name of its attribute.
-        in_int8: see int8_gather.py.
+        owner: a module that reads the parameter, and the name of its attribute; the module holds the leaf.
+        meshes: see `layout_for`.
+        in_int8: whether it is gathered in int8; see int8_gather.py.
     """
     part, dim, world = part_of(parameter.detach()), placement.shard.dim, state.groups.world
     layout = layout_for(parameter.detach(), placement, world, state.domain, policy.param_dtype, meshes, in_int8)
@@ -120,8 +122,8 @@ def _shard_parameter(
         state.runtime.add_host_shard(index, layout.dtype)
     sharded.add_owner(*owner, leaf)
     if kind is None:
-        sharded.parameter.__dict__.update(parameter.__dict__)  # attributes of users, such as weight-decay flags
-    else:  # whose attributes are its own
+        sharded.parameter.__dict__.update(parameter.__dict__)  # users' attributes, such as weight-decay flags
+    else:  # attributes of a subclass belong to it
         sharded.extension = SubclassGather(state.mesh, policy, part_held_by(sharded.parameter))
     if in_int8:
         sharded.extension = Int8Gather(chunk)
@@ -134,16 +136,16 @@ def _copied_shard(part: torch.Tensor, dim: int, state: ShardedModel, device: tor
     local = state.local_shard(part, dim)
     if subclass_of(part) is None:
         return local.to(device, copy=True).contiguous()
-    return local if local.device == device else local.to(device)  # it is a copy, by ops that the class has
+    return local if local.device == device else local.to(device)  # a copy, by ops of the class
 
 
 def materialize(model: nn.Module, path: str, module: nn.Module, device: torch.device, skip: Container[int]) -> None:
-    """Give `module`'s own meta parameters and buffers memory on `device` and initialise them, except ids in `skip`.
+    """Allocate `module`'s own meta parameters and buffers on `device` and initialise them, except ids in `skip`.
 
     Uses the module's `reset_parameters()`, or the `_init_weights(module)` of the nearest Hugging Face model around it.
 
     Raises:
-        RuntimeError: the module has neither, so that nobody knows how to initialise it.
+        RuntimeError: the module has neither, so it cannot be initialised.
     """
     own: list[tuple[str, torch.Tensor]] = [
         *module.named_parameters(recurse=False),
@@ -175,7 +177,7 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def _initialiser(model: nn.Module, path: str, module: nn.Module) -> Callable[[], Any] | None:
-    """What initialises `module`: its own method, else that of the nearest Hugging Face model around it; or None."""
+    """The function that initialises `module`: its own, else that of the nearest Hugging Face model around it."""
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if callable(reset):
         return reset

@@ -1,11 +1,11 @@
-"""Modules of a sharded model get a class of their own, with one property per parameter.
+"""Gives the modules of a sharded model a subclass of their class, with one property per parameter.
 
-Other members come from contributors: generation, recurrent layers, PEFT, units. This file does not know them.
+Contributors add other members: generation, recurrent layers, PEFT, units. This file does not import them.
 
 Dynamo traces the property like any Python code, so a compiled graph has one gather where the module reads a parameter.
-In eager code it returns the unsharded parameter inside of forwards, whose block is opened if no call has done so;
-outside of them it returns the DTensor. So calls of all modules must be noticed, and modules without parameters get a
-class of their own, too; see [Note: inside of a forward] in forward_scope.py.
+In eager code, inside of a forward, the property returns the unsharded parameter, and gathers its block if no call has
+done so. Outside of forwards it returns the DTensor. So each call of a module must be counted, and modules without
+parameters get a subclass, too; see [Note: inside of a forward] in forward_scope.py.
 """
 
 import copyreg
@@ -44,21 +44,21 @@ from zcompile.state.sharded_parameter import ShardedParameter, as_parameter, rep
 
 Around = Callable[[Any, Any, Any, Any], Any]  # (call, module, args, kwargs) -> call(module, *args, **kwargs)
 Layouts = tuple[tuple[str, Layout], ...]  # name and layout of each parameter of a module
-Casts = tuple[torch.dtype | None, torch.dtype | None]  # of inputs and of outputs; None: as they come
+Casts = tuple[torch.dtype | None, torch.dtype | None]  # dtypes of inputs and of outputs; None: no cast
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What modules of one class have in common."""
+    """The properties that modules of one class of sharded modules share."""
 
     layouts: Layouts
     casts: Casts = (None, None)
-    single_rank: bool = False  # nothing is sharded, so that a read only casts
-    has_narrow: bool = False  # of a single rank: main parameters may lie in host memory, so that a read gathers
-    in_unit: bool = False  # also of a module without parameters
+    single_rank: bool = False  # nothing is sharded, so a read only casts
+    has_narrow: bool = False  # on a single rank: main parameters may lie in host memory, so a read gathers
+    in_unit: bool = False  # inside of a unit, also without parameters
     is_unit: bool = False
     is_block: bool = False
-    is_extended: bool = False  # a block with tensor subclasses, whose hooks gather it in eager
+    is_extended: bool = False  # a block that eager code gathers by extensions, such as hooks of tensor subclasses
     has_units: bool = False  # it calls units
     is_root: bool = False  # the whole model, which has units
     others: Others = ()
@@ -66,13 +66,13 @@ class Kind:
 
 
 class Contributor(NamedTuple):
-    """Members of classes of sharded modules beside the properties: for generation, recurrent layers, units, ...
+    """Adds members to the classes of sharded modules, for generation, recurrent layers, units and others.
 
     Attributes:
         applies: (base class, kind) -> whether modules of that class get the members.
         members: (base class, kind) -> name -> member.
         around: runs the forward of such a module; see `counting_call`. That of a later contributor is outermost.
-        swapped, restored: called with a module after it got its class, and after it got its own back.
+        swapped, restored: called with a module after it got the new class, and after it got its own class back.
     """
 
     applies: Callable[[type, Kind], bool]
@@ -86,7 +86,7 @@ _contributors: list[Contributor] = []
 
 
 def contribute(contributor: Contributor) -> None:
-    """Add members to the classes of sharded modules; called when the contributor's own module is imported."""
+    """Register a contributor; its own module calls this when it is imported."""
     _contributors.append(contributor)
 
 
@@ -102,12 +102,13 @@ def install_readers(
     single_rank: bool,
     units: ShardedModel | None = None,
 ) -> None:
-    """Let the modules of `model` gather what they read. Its leaves are installed.
+    """Let the modules of `model` gather the parameters that they read, after `install_leaves`.
 
     Args:
-        state: has the shards of `model`, but for those of units.
-        single_rank: nothing is sharded, so that they only cast.
-        units: has the shards of units, whose modules have a `Unit` each.
+        state: the sharded model of `model`, without the parameters of units.
+        casts: module -> dtypes of its inputs and outputs.
+        single_rank: whether nothing is sharded, so that reads only cast.
+        units: the sharded model with the parameters of units; the modules of units have a `Unit` each.
     """
     by_module: dict[nn.Module, dict[str, Layout]] = {each: {} for each in model.modules() if _is_called(each)}
     for each in models_of(state):
@@ -141,14 +142,14 @@ def install_readers(
 
 
 def _call_anew(model: nn.Module) -> None:
-    """Let each `torch.compile(module)` inside of `model` call the module by the class that it has now."""
+    """Let each `torch.compile(module)` inside of `model` call the module by its current class."""
     for module in model.modules():
         if isinstance(module, torch._dynamo.OptimizedModule):
             module._initialize()
 
 
 def _inside(inner: Around | None, outer: Around | None) -> Around | None:
-    """`outer` around `inner`, or that of both which there is."""
+    """Compose `outer` around `inner`, either of which may be None."""
     if inner is None or outer is None:
         return outer or inner
 
@@ -159,13 +160,13 @@ def _inside(inner: Around | None, outer: Around | None) -> Around | None:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether a call of `module` runs a forward of its own, and its class may be another."""
+    """Whether `module` has a forward of its own, and its class may be exchanged."""
     others = (torch.jit.ScriptModule, torch._dynamo.OptimizedModule)
     return type(module).forward is not nn.Module.forward and not isinstance(module, others)
 
 
 class _TracedParameter(NamedTuple):
-    """Stands for the `ShardedParameter` of a module that is only traced, where its forward runs between graphs."""
+    """Stands for the `ShardedParameter` of a module that is only traced, in forward code that runs between graphs."""
 
     parameter: nn.Parameter
 
@@ -184,11 +185,12 @@ class _TracedModel:
 def install_tracing_readers(
     module: nn.Module, param_dtype: torch.dtype, casts: Casts, single_rank: bool, seen: dict[int, nn.Parameter]
 ) -> list[tuple[nn.Parameter, str]]:
-    """Let `module` read as one of a sharded model does, so that it can be traced without ranks, though not run.
+    """Let `module` read parameters like a module of a sharded model: it can be traced without ranks, but not run.
 
     Args:
-        casts: of its inputs and results.
-        single_rank: that of a model on one rank, which only casts.
+        param_dtype: the dtype of gathers.
+        casts: dtypes of its inputs and outputs.
+        single_rank: whether to trace reads as on one rank, where they only cast.
         seen: id of a parameter -> its leaf, for parameters that several modules read; this module's are added.
 
     Returns:
@@ -249,9 +251,9 @@ def _swap_class(module: nn.Module, kind: Kind) -> None:
 
 @functools.cache
 def _sharded_class(base: type, kind: Kind) -> type:
-    """`base` with one property per sharded parameter.
+    """Make the subclass of `base` with one property per sharded parameter.
 
-    Cached: equal blocks have one class, and so share compiled code.
+    It is cached: equal blocks have the same class, and so share compiled code.
     """
     contributors = contributors_of(base, kind)
     around = functools.reduce(_inside, (each.around for each in contributors), None)
@@ -281,10 +283,10 @@ def _refuse_copy(self: nn.Module, memo: dict[int, Any]) -> NoReturn:
 
 
 def _own_forward(base: type[nn.Module]) -> Callable[..., Any]:
-    """A forward that is not torch's, for a module of a class of torch.nn.
+    """Wrap the forward of a class of torch.nn in a function that is not torch's.
 
-    Why: Dynamo compiles no function of torch.nn that eager code calls. For `torch.compile(module)`, torch therefore
-    wraps the call of such a module, and traces what must run before a forward; `module.compile()` compiles nothing.
+    Why: Dynamo does not compile functions of torch.nn that eager code calls. So for such a module, `module.compile()`
+    would compile nothing, and `torch.compile(module)` would wrap its call and trace code that must run before that.
     """
 
     @functools.wraps(base.forward)
@@ -295,7 +297,7 @@ def _own_forward(base: type[nn.Module]) -> Callable[..., Any]:
 
 
 class _Unregistered:
-    """The first base of each class that `_sharded_class` makes: no `__init_subclass__` of users is told of it."""
+    """First base of the classes that `_sharded_class` makes, so that no `__init_subclass__` of users runs for them."""
 
     def __init_subclass__(cls) -> None:
         pass
@@ -303,11 +305,11 @@ class _Unregistered:
 
 @functools.cache
 def _sharded_metaclass(base: type[type]) -> type[type]:
-    """A subclass of the metaclass `base`, for classes that only `zcompile.shard` gives to modules.
+    """Make a subclass of the metaclass `base`, for the classes that `zcompile.shard` gives to modules.
 
-    A call, as in `type(model)(config)`, makes an unsharded module: no other has what the class needs. Pickle stores
-    what `_sharded_class` makes the class of, because its name in its module leads to the class of unsharded modules.
-    The name stays that of the unsharded class, by which Hugging Face knows models (`config.architectures`, PEFT).
+    A call of such a class, as in `type(model)(config)`, makes an unsharded module, because a new module has no shards.
+    The class keeps the name of the unsharded class, by which Hugging Face knows models (`config.architectures`, PEFT).
+    As pickle would find the unsharded class by that name, it stores the arguments of `_sharded_class` instead.
     """
 
     def make_unsharded(made: type, *args: Any, **kwargs: Any) -> Any:
@@ -324,12 +326,12 @@ def _pickled_class(made: type) -> tuple[Callable[..., type], tuple[Any, ...]]:
 
 
 def _property(name: str, layout: Layout, kind: Kind) -> property:
-    """Reads a parameter of `layout`. In eager code, that is the unsharded one if the module's block is open.
+    """Make the property that reads parameter `name`. In eager code it reads the module's open block, if there is one.
 
-    An assignment comes here if `name` was taken out of `_parameters`, as `torch.nn.utils.weight_norm` does.
-    On a single rank the leaf is the unsharded parameter already. If it may lie in host memory, a read is a
-    gather and a cast of its result: so gradients of several reads add up in the leaf's dtype as before. The pass
-    `narrow_gathers` lets the gather be in the dtype of the cast.
+    Its setter is called if `name` was taken out of `_parameters`, as `torch.nn.utils.weight_norm` does; it raises.
+    On a single rank the leaf is the unsharded parameter already. If that may lie in host memory, a read is a gather and
+    then a cast, so that gradients of several reads add up in the leaf's dtype, as without offload. The pass
+    `narrow_gathers` then changes the gather to the dtype of the cast.
     """
     leaf_name, shape, is_plain, dtype = LEAF + name, list(layout.shape), layout.is_plain, layout.dtype
     single_rank, has_narrow = kind.single_rank, kind.has_narrow
@@ -360,7 +362,7 @@ def _property(name: str, layout: Layout, kind: Kind) -> property:
 
 @never_compiled_alone
 def _is_gathered_alone(module: Any, name: str) -> bool:
-    """Whether eager code reads the parameter `name` inside of a forward, and no block can be opened for it.
+    """Whether eager code reads parameter `name` inside of a forward and no block can be opened, so the read gathers it.
 
     This happens if the parameter is read outside of its unit's call, or if other parameters of its block are replaced
     or whole (`zcompile.unshard`).
@@ -371,7 +373,7 @@ def _is_gathered_alone(module: Any, name: str) -> bool:
 
 @never_compiled_alone
 def _read_eagerly(module: Any, name: str) -> torch.Tensor:
-    """The parameter `name` as the module has it; inside of a forward, the value of a tensor that replaces it."""
+    """Read entry `name` of the module's table; inside of a forward, gather a DTensor that replaces the parameter."""
     found: Any = module.__dict__[TABLE][name]
     sharded: ShardedParameter = module.__dict__[SHARDED + name]
     if found is sharded.parameter or found is sharded.unsharded or not is_in_forward():
@@ -381,7 +383,7 @@ def _read_eagerly(module: Any, name: str) -> torch.Tensor:
 
 
 def _apply(self: Any, fn: Callable[..., Any], recurse: bool = True) -> Any:
-    """`nn.Module._apply`, as `module.to()` calls it: leaves follow storage that it exchanged."""
+    """`nn.Module._apply`, which `module.to()` calls; then leaves follow storage that it replaced."""
     super(type(self), self)._apply(fn, recurse)
     for sharded in {id(each): each for each in sharded_parameters_of(self)}.values():
         sharded.state.watch(sharded)
@@ -395,7 +397,7 @@ def sharded_parameters_of(module: nn.Module) -> list[ShardedParameter]:
 
 
 def _save_to_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
-    """`nn.Module._save_to_state_dict`, which refuses values that were assigned to `.data` and lost."""
+    """`nn.Module._save_to_state_dict`; raises if values were assigned to a DTensor's `.data`, which has no effect."""
     for state in {each.state for each in sharded_parameters_of(self)}:
         state.refuse_assigned_data()
         if state.microbatches.accumulates and not is_in_forward():
@@ -404,14 +406,15 @@ def _save_to_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> None:
-    """`nn.Module.register_parameter`, which assignments call: a sharded parameter gives way only to one of its kind.
+    """`nn.Module.register_parameter`, which assignments call; only a like DTensor may replace a sharded parameter.
 
     Raises:
-        RuntimeError: `param` is not a DTensor of the same shape, placements and mesh, or it has another name.
+        RuntimeError: `param` is not a DTensor of the same shape, placements and mesh, or is a sharded parameter that
+            another attribute reads.
     """
     sharded: ShardedParameter | None = self.__dict__.get(SHARDED + name)
     if sharded is None and (known := getattr(param, SHARDED, lambda: None)()) is not None:
-        raise RuntimeError(replaced_message(known.name))  # only a property gathers
+        raise RuntimeError(replaced_message(known.name))  # no property would gather it by this name
     if sharded is None or param is sharded.parameter:
         super(type(self), self).register_parameter(name, param)
         base, kind = vars(type(self))[RECIPE]
@@ -433,7 +436,7 @@ def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> Non
 
 
 def _delattr(self: Any, name: str) -> None:
-    """`nn.Module.__delattr__`; a sharded parameter stays, because code that deletes it reads another in its place."""
+    """`nn.Module.__delattr__`; raises for a sharded parameter, because such code goes on to read a replacement."""
     if (sharded := self.__dict__.get(SHARDED + name)) is not None:
         raise RuntimeError(replaced_message(sharded.name))
     super(type(self), self).__delattr__(name)

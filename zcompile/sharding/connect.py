@@ -1,4 +1,4 @@
-"""Makes the process groups and runtimes of a model that is about to be sharded; it has no parameters yet."""
+"""Makes the process groups and runtimes of a model, before it has sharded parameters."""
 
 import functools
 
@@ -9,10 +9,10 @@ from zcompile.state.sharded_model import ShardedModel
 
 
 def connect(plan: ShardPlan, machine: Machine) -> ShardedModel:
-    """Connect this rank with the others of `plan`; all ranks together.
+    """Make the process groups and runtimes that `plan` needs; a collective call.
 
     Returns:
-        A model without parameters, with a runtime for each domain and one for units.
+        A `ShardedModel` without parameters, with a runtime for each domain and one for units.
     """
     options, scale = plan.options, plan.mesh.size() / plan.divisor
     make = functools.partial(

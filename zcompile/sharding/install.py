@@ -2,7 +2,7 @@
 
 from torch import nn
 
-# These contribute members to the classes of sharded modules; generate.py imports unshard.py, which does, too.
+# Imports of these add members to the classes of sharded modules; generate.py imports unshard.py, which also does.
 import zcompile.sharding.recurrent
 import zcompile.units.forward
 import zcompile.unsharding.generate  # noqa: F401
@@ -15,7 +15,7 @@ from zcompile.units.order import make_units, order_units
 
 
 def install(model: nn.Module, plan: ShardPlan, state: ShardedModel) -> None:
-    """Let the modules of `model` gather their parameters when they read them; without other ranks."""
+    """Let the modules of `model` gather their parameters when they read them; no collective call."""
     several, divides = plan.mesh.size() > 1, plan.options.gradient_divide_factor not in (None, 1.0)
     install_leaves(state)
     order_units(state, make_units(state, model, plan.units))

@@ -1,4 +1,4 @@
-"""The plan of `zcompile.shard`: where each parameter goes, and which modules are units; without other ranks."""
+"""The plan of `zcompile.shard`: the placement of each parameter, and the units; made without other ranks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from zcompile.state.placement import Placement, PlacementFunction, Placements, s
 from zcompile.units import find
 from zcompile.units.find import ExpertsImplementation, UnitLike
 
-GLOBAL = "global"  # of `states`
+GLOBAL = "global"  # a value of the argument `states`
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,19 @@ class ShardPlan:
     """How a model is sharded.
 
     Attributes:
-        mesh: of the first domain; see [Note: domains] in placement.py.
-        meshes: of the other domains, in the order of their first parameters.
-        placements: of each parameter that is sharded, by its id.
+        mesh: the mesh of the first domain; see [Note: domains] in placement.py.
+        options: the arguments of `zcompile.shard`.
+        meshes: the meshes of the other domains, in the order of their first parameters.
+        placements: id of a sharded parameter -> its placement.
         units: path -> module of each unit.
         in_units: the modules whose parameters units gather.
-        experts: the modules of Hugging Face that could compute their experts in another way; none if no read of a
-            parameter gathers or casts it, as on one rank without `param_dtype`.
-        policies: of mixed precision, of each parameter, by its id.
+        experts: Hugging Face modules that have another implementation of their experts; none if reads of parameters
+            neither gather nor cast, as on one rank without `param_dtype`.
+        policies: id of a parameter -> its mixed-precision policy.
         in_int8: ids of the parameters that are gathered in int8.
-        casts: see precision.py.
-        divisor: of summed gradients.
-        options_text: the arguments of `zcompile.shard`, in words; artifacts must have been made with equal ones.
+        casts: module -> dtypes of its inputs and outputs; see precision.py.
+        divisor: the number that sums of gradients are divided by.
+        options_text: the options as text; an artifact is used only with equal ones.
         description: lines that must be equal on all ranks.
     """
 
@@ -76,16 +77,16 @@ class ShardPlan:
 
 
 def plan_shards(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, placements: Placements) -> ShardPlan:
-    """Plan how a model is sharded, from this rank's model alone; it must have passed `validate`.
+    """Plan how to shard a model that has passed `validate`, without other ranks.
 
     Args:
-        placements: as `validate` returns them.
+        placements: the placements that `validate` returned.
     """
     lines = [*_parameter_lines(model, options.ignored), *_placement_lines(placements)]
     policies = policies_of(model, options.policy, options.own_policies)
     quantizes = options.gather_dtype is not None
     in_int8 = frozenset(id(each) for each, _ in placements if quantizes and is_quantized(each, each.ndim))
-    # One rank has whole parameters. Its loops over experts would still cast the weights of all for each.
+    # One rank has whole parameters. But with casts, a loop over experts would cast all experts' weights in each turn.
     gathers = mesh.size() > 1 or bool(in_int8) or any(each.param_dtype is not None for each in policies.values())
     units, in_units = _units(model, mesh, options, placements) if gathers else ({}, frozenset())
     own = {path: policies[each] for path, each in model.named_modules() if policies[each] is not options.policy}
@@ -119,9 +120,9 @@ def plan_shards(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, place
 def _units(
     model: nn.Module, mesh: DeviceMesh, options: ShardOptions, placements: Placements
 ) -> tuple[dict[str, nn.Module], frozenset[nn.Module]]:
-    """The units of `model` by their paths, and the modules with parameters inside of them.
+    """Return path -> unit of `model`, and the modules inside of units that have parameters.
 
-    A module is in no unit if it shares a parameter with a module outside.
+    A module that shares a parameter with one outside of the unit does not belong to the unit.
     """
     owners: dict[int, set[nn.Module]] = {}  # by id of the parameter
     for module in model.modules():
@@ -147,7 +148,7 @@ def _parameter_lines(model: nn.Module, ignored: Iterable[int]) -> list[str]:
 
 
 def _placement_lines(placements: Sequence[tuple[nn.Parameter, Placement]]) -> list[str]:
-    """A line for each parameter that is not sharded as most are."""
+    """A line for each parameter with a placement other than the default, or that was a DTensor."""
     return [
         f"number {i}: {placement.shard} over {placement.mesh.mesh_dim_names if placement.mesh else 'mesh'} "
         f"local={placement.local} of {getattr(parameter, 'placements', 'a tensor')}"

@@ -1,9 +1,9 @@
 """The dtypes of parameters, inputs and outputs of each module, by FSDP2's mixed-precision policies.
 
-A policy holds for a module and for those below it, unless they have their own. Parameters are gathered in its
-`param_dtype`. Inputs are cast to that where FSDP2 casts them: at the model, at modules that repeat, at units, and at
-modules with a policy of their own. Outputs are cast to the `output_dtype` of the module's own policy; the model's own
-is that of the arguments of `zcompile.shard`.
+A policy holds for a module and for the modules below it, unless they have their own. Parameters are gathered in its
+`param_dtype`. Inputs are cast to `param_dtype` where FSDP2 casts them: at the model, at modules that repeat, at units,
+and at modules with a policy of their own. Outputs are cast to the `output_dtype` of the module's own policy. The
+model's own policy is made of the arguments of `zcompile.shard`.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -23,7 +23,7 @@ OwnPolicies = Mapping[UnitLike, MixedPrecision]
 
 
 def policies_of(model: nn.Module, default: MixedPrecision, own: OwnPolicies) -> dict[nn.Module, MixedPrecision]:
-    """The policy of each module of `model`: that of the innermost module around it with one of its own."""
+    """Return module -> policy: its own, else that of its parent; that of the model is `default`."""
     policies: dict[nn.Module, MixedPrecision] = {}
     to_visit = [(model, default)]
     while to_visit:
@@ -35,7 +35,7 @@ def policies_of(model: nn.Module, default: MixedPrecision, own: OwnPolicies) -> 
 
 
 def _own_policy(module: nn.Module, own: OwnPolicies) -> MixedPrecision | None:
-    """What `own` has for `module` itself, else for its class."""
+    """The entry of `own` for `module` itself, else for a class of it, else None."""
     if module in own:
         return own[module]
     return next((policy for each, policy in own.items() if isinstance(each, type) and isinstance(module, each)), None)
@@ -47,11 +47,11 @@ def casts_of(
     own: OwnPolicies,
     casting: Iterable[nn.Module],
 ) -> dict[nn.Module, Casts]:
-    """To which dtypes modules of `model` cast their inputs and their outputs.
+    """Return module -> the dtypes to which it casts its inputs and its outputs.
 
     Args:
-        policies: as `policies_of` returns them.
-        casting: modules that cast their inputs, beside `model` and those with a policy of their own.
+        policies: the result of `policies_of`.
+        casting: further modules that cast their inputs, beside `model` and modules with a policy of their own.
     """
     root = getattr(model, "_orig_mod", model)  # of torch.compile
     with_own = {module for module in policies if _own_policy(module, own) is not None} | {root}
@@ -66,7 +66,7 @@ def casts_of(
 def check_policies(
     model: nn.Module, default: MixedPrecision, own: OwnPolicies, ignored: Container[int]
 ) -> Exception | None:
-    """Why a policy cannot be followed, or None. Returned, not raised, so that ranks can agree first."""
+    """Return the error for a policy that is not possible, or None; the caller raises it on all ranks."""
     for policy in (default, *own.values()):
         if not isinstance(policy, MixedPrecision):
             return TypeError(f"zcompile.shard: the policy of a module is a MixedPrecision, not {policy!r}.")
@@ -96,7 +96,7 @@ def check_policies(
 
 @never_compiled_alone
 def _cast(dtype: torch.dtype, container: Any) -> Any:
-    """`container` with its floating-point tensors in `dtype`; the same object if they are."""
+    """Cast the floating-point tensors in `container` to `dtype`; returns `container` itself if they have it."""
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, container)
 
 

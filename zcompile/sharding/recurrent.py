@@ -1,7 +1,7 @@
-"""Recurrent layers (`nn.LSTM`, `nn.GRU`, `nn.RNN`): what their forward reads is the list `_flat_weights`.
+"""Recurrent layers (`nn.LSTM`, `nn.GRU`, `nn.RNN`), whose forward reads the list `_flat_weights`.
 
-torch keeps that list beside the table of parameters, so the properties of class_swap.py alone would leave it unsharded.
-Here it is a property that reads each parameter as an attribute.
+torch keeps that list beside the table of parameters, so it would hold the original, unsharded parameters. Sharded
+layers have a property in its place, which reads each parameter as an attribute.
 """
 
 from typing import Any
@@ -23,12 +23,12 @@ def _nothing(self: Any) -> None:
 
 
 def recurrent_members(base: type, kind: Kind) -> dict[str, Any]:
-    """Members for the class of a sharded recurrent layer."""
+    """Return the members for the class of a sharded recurrent layer."""
     return {
         "_flat_weights": property(_flat_weights, lambda self, value: None),
         "_init_flat_weights": _nothing,  # torch calls it after `_apply`
         "_update_flat_weights": _nothing,  # torch calls it at the beginning of each forward
-        "flatten_parameters": _nothing,  # one block of memory for cuDNN: gathered weights are new in each forward
+        "flatten_parameters": _nothing,  # one buffer for cuDNN is no use: each forward gathers new weights
     }
 
 
@@ -38,7 +38,7 @@ def forget_flat_weights(module: nn.Module) -> None:
 
 
 def restore_flat_weights(module: Any) -> None:
-    """Give a recurrent layer, which is of torch's class again, torch's list of weights."""
+    """Make torch's list of weights again, for a recurrent layer that has torch's class again."""
     module._init_flat_weights()
 
 

@@ -1,4 +1,4 @@
-"""Starts a sharded model, whose parts all ranks have built: equal values, comparisons between ranks, a transport."""
+"""Starts a sharded model after all ranks have built it: equal values, comparisons between ranks, a transport."""
 
 from typing import cast
 
@@ -14,7 +14,7 @@ from zcompile.training.optimizer_steps import count_steps
 
 
 def start(state: ShardedModel) -> None:
-    """Let ranks have equal values where they must, compare programs and steps, and choose a transport; all together."""
+    """Make values equal, set up comparisons of programs and steps, and choose a transport; a collective call."""
     _share_values(state)
     _compare_programs(state)
     for each in models_of(state):
@@ -24,7 +24,7 @@ def start(state: ShardedModel) -> None:
 
 @torch.no_grad()
 def _share_values(state: ShardedModel) -> None:
-    """Give all ranks the scalars of their group's first rank, and all replicas the values of the first one."""
+    """Broadcast scalars from the first rank that shares shards, and all values from the first replica."""
     for each in models_of(state):
         for sharded in each.parameters.values():
             hooks, leaf = sharded.of_subclass, sharded.leaf
@@ -37,7 +37,7 @@ def _share_values(state: ShardedModel) -> None:
 
 
 def _compare_programs(state: ShardedModel) -> None:
-    """Let all ranks that wait for each other compare programs, if some of them share no shards."""
+    """If ranks that share no shards wait for each other, let all connected ranks compare programs."""
     models = models_of(state)
     meshes = [cast(DTensor, sharded.parameter).device_mesh for each in models for sharded in each.parameters.values()]
     if is_fake(state.mesh) or all(mesh == state.mesh_of_states for mesh in meshes):

@@ -1,7 +1,7 @@
-"""Reads of a parameter that another tensor replaces for a while.
+"""Reads of a parameter that another tensor replaces temporarily.
 
-`torch.func.functional_call` puts the tensors that it is given into `module._parameters`, and `zcompile.unshard` whole
-parameters. Compiled code gathers the leaves of the model's own parameters, so such a forward runs in eager.
+`torch.func.functional_call` puts its tensors into `module._parameters`, and `zcompile.unshard` puts whole parameters
+there. Compiled code would gather the leaves of the model's own parameters, so such a forward runs in eager.
 """
 
 from typing import Any
@@ -16,13 +16,13 @@ from zcompile.state.sharded_parameter import ShardedParameter
 
 
 def read_given(module: nn.Module, name: str) -> torch.Tensor | None:
-    """The unsharded value of what `module` has in place of its parameter `name`; None for None.
+    """Return the unsharded value of the tensor that replaces parameter `name` of `module`; None if None does.
 
-    Of a DTensor, the gradient is the mean over the ranks of its mesh, as for the parameter itself.
+    The gradient of a DTensor is the mean over the ranks of its mesh, as for the parameter itself.
 
     Raises:
-        RuntimeError: it is neither a DTensor of the parameter's shape, placements and mesh, nor whole inside of
-            `zcompile.unshard`.
+        RuntimeError: the replacement is neither a DTensor of the parameter's shape, placements and mesh, nor a whole
+            tensor inside of `zcompile.unshard`.
     """
     sharded: ShardedParameter = module.__dict__[SHARDED + name]
     given: Any = module._parameters[name]
@@ -44,7 +44,7 @@ def read_given(module: nn.Module, name: str) -> torch.Tensor | None:
 
 
 def layout_of(parameter: Any) -> tuple[Any, ...] | None:
-    """What two DTensors must have in common to stand in for each other; None for what is no DTensor."""
+    """The properties that a DTensor and its replacement must share: shape, placements, mesh. None for other values."""
     if not isinstance(parameter, DTensor):
         return None
     return parameter.shape, parameter.placements, parameter.device_mesh

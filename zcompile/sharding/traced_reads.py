@@ -1,13 +1,13 @@
-"""Reads of parameters in compiled code beside `self.weight`: loops over parameters, tables of modules, functional_call.
+"""Reads of parameters in compiled code other than `self.weight`: loops, `_parameters[...]`, functional_call.
 
 [Note: traced reads]
-Dynamo traces the property of a parameter like any code, so the graph has a gather. Other ways lead past the property to
-`module._parameters`, which has the DTensor. So classes of sharded modules have their own methods that yield parameters,
-and their own `_parameters`, for traced code alone: there these read by the property. Eager calls go on to nn.Module.
+Dynamo traces the property of a parameter like any code, so the graph has a gather. Other reads bypass the property and
+go to `module._parameters`, which has the DTensor. So classes of sharded modules override the methods that yield
+parameters, and `_parameters`. In traced code, these read by the property. In eager code, they call nn.Module's.
 
-Nothing here may add a guard for each parameter or module. So what a trace must remember, the tensors that
-`torch.func.functional_call` puts in the place of parameters, stands in `_given`, one object for all models, which is
-empty when a graph begins: one guard.
+Dynamo must not add a guard for each parameter or module. So the tensors that `torch.func.functional_call` puts in the
+place of parameters during a trace are kept in `_given`, one dict for all models. It is empty when a graph begins, so
+one guard is enough.
 """
 
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ from torch._guards import TracingContext
 from zcompile.state.attributes import IN_UNIT, IS_OPEN, LEAF, STATE, TABLE
 from zcompile.state.forward_scope import is_in_forward, look_again, never_compiled_alone
 
-Others = tuple[tuple[str, bool], ...]  # names in a module's table that are not sharded, each with whether it is None
+Others = tuple[tuple[str, bool], ...]  # (name, whether it is None) of entries of a module's table that are not sharded
 
-# Of a module, while functional_call replaces its parameters inside of a trace: name -> tensor.
+# Module -> name -> tensor, while functional_call replaces parameters inside of a trace.
 _given: dict[nn.Module, dict[str, torch.Tensor]] = {}
 
-# The parameter that `name in module._parameters` was just asked for, as functional_call does before it stores what it
-# reads there, and puts that back later. It must get the parameter itself.
+# The name of the last `name in module._parameters`. functional_call asks so before it reads the entry, which it puts
+# back later. That read must return the parameter itself, not a gathered one.
 _asked: list[str] = []
 
 
@@ -75,12 +75,12 @@ class TracedTable:
         return self.own.values()
 
     def items(self) -> Any:
-        """The parameters, not reads: modules around the model loop over these, and tell tied ones by identity."""
+        """The parameters, not gathered: modules around the model loop over them, and find ties by identity."""
         return self.own.items()
 
 
 def given_in_trace(module: nn.Module, name: str, dtype: torch.dtype | None = None) -> torch.Tensor | None:
-    """What functional_call put in the place of a parameter inside of this trace, in `dtype`."""
+    """The tensor, cast to `dtype`, that functional_call put in place of a parameter in this trace; None without one."""
     if not _given or module not in _given or name not in _given[module]:
         return None
     given = _given[module][name]
@@ -88,7 +88,7 @@ def given_in_trace(module: nn.Module, name: str, dtype: torch.dtype | None = Non
 
 
 def traced_members(base: type[nn.Module], has_sharded: bool, others: Others) -> dict[str, Any]:
-    """Members for a class of sharded modules, by which compiled code reads parameters; see [Note: traced reads].
+    """Return the members of a class of sharded modules by which compiled code reads parameters; [Note: traced reads].
 
     Args:
         has_sharded: whether such a module has sharded parameters itself.
@@ -120,7 +120,7 @@ def _table(self: Any) -> Any:
 
 @never_compiled_alone
 def is_open(module: Any) -> bool:
-    """Whether `module` has unsharded parameters. A backward that raised has left them there: they are given up now."""
+    """Whether `module` has unsharded parameters. Outside of forwards, those of a backward that raised are freed."""
     if getattr(module, IS_OPEN, False) and not is_in_forward():
         module.__dict__[IN_UNIT].order.abandon_if_raised()
     return bool(getattr(module, IS_OPEN, False))
@@ -128,11 +128,11 @@ def is_open(module: Any) -> bool:
 
 @never_compiled_alone
 def open_for_read(module: Any) -> bool:
-    """Let `module` have unsharded parameters, since code that is not compiled is about to read one; whether it has."""
+    """Gather the block of `module` for a read in eager code; returns whether `module` has unsharded parameters then."""
     unit = module.__dict__.get(IN_UNIT)  # a module that is only traced has none
     if unit is None or not unit.is_block or unit.order is None or not is_in_forward():
         return False
-    if TracingContext.try_get() is not None:  # Dynamo itself looks at attributes of modules while it traces
+    if TracingContext.try_get() is not None:  # a read by Dynamo itself while it traces
         return False
     if not unit.is_open:
         if unit.is_whole() or unit.has_given_parameters():
@@ -146,17 +146,17 @@ def _set_table(self: Any, table: Any) -> None:
 
 
 def _reader_of_other(name: str, is_none: bool) -> Any:
-    """Reads what nn.Module.__getattr__ would find in the table; Dynamo does not look into a `TracedTable`."""
+    """Make a getter of a table's entry, as nn.Module.__getattr__ is: Dynamo does not look into a `TracedTable`."""
 
     def read(self: Any) -> Any:
         if torch.compiler.is_compiling():
             if (given := given_in_trace(self, name)) is not None:
                 return given
             if is_none:
-                return None  # without a guard: a module that registers a parameter by that name gets another class
+                return None  # no guard is needed: registering a parameter by that name changes the class
         try:
             return getattr(self, TABLE)[name]
-        except KeyError:  # it was taken out of the table
+        except KeyError:  # deleted from the table
             raise AttributeError(name) from None
 
     return read
@@ -165,7 +165,7 @@ def _reader_of_other(name: str, is_none: bool) -> Any:
 def _named_parameters(
     self: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, Any]]:
-    """`nn.Module.named_parameters`. In compiled code, each is read when it is yielded, and a tied one once."""
+    """`nn.Module.named_parameters`. In compiled code, it reads a parameter when it yields it, a tied one once."""
     if not torch.compiler.is_compiling():
         yield from nn.Module.named_parameters(self, prefix, recurse, remove_duplicate)
         return
@@ -195,7 +195,7 @@ def _get_parameter(self: Any, target: str) -> Any:
 
 
 def _slice_of_list(self: Any, index: Any) -> Any:
-    """`nn.ParameterList.__getitem__`. A slice of reads is a list: another ParameterList would make leaves of them."""
+    """`nn.ParameterList.__getitem__`. A slice is a list: a ParameterList would make leaves of gathered tensors."""
     if isinstance(index, slice) and (torch.compiler.is_compiling() or is_in_forward()):
         return [getattr(self, str(i)) for i in range(len(self))[index]]
     return nn.ParameterList.__getitem__(self, index)

@@ -1,4 +1,4 @@
-"""What may be sharded: every rank refuses bad input, in one sentence, before the first collective on parameters."""
+"""Checks of the arguments of `zcompile.shard`, made on every rank before the first collective on parameters."""
 
 import gc
 from collections.abc import Container
@@ -20,9 +20,9 @@ from zcompile.units.find import check_units, find_units
 
 
 def validate(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> tuple[Placements, Exception | None]:
-    """The placement of each parameter, and the first reason why the model cannot be sharded.
+    """Return the placement of each parameter, and the error if the model cannot be sharded, else None.
 
-    The reason is returned and not raised, so that ranks can agree first.
+    The error is returned and not raised, so that all ranks can raise it together.
 
     Raises:
         TypeError, ValueError: see `check_mesh`.
@@ -45,7 +45,7 @@ def validate(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> tuple
 
 
 def _check_states(mesh: DeviceMesh, states: str | None) -> ValueError | None:
-    """Why `states` of `zcompile.shard` is not possible over `mesh`."""
+    """Return the error if `states` is not possible over `mesh`."""
     if states is None:
         return None
     if states != GLOBAL:
@@ -62,7 +62,7 @@ def _check_states(mesh: DeviceMesh, states: str | None) -> ValueError | None:
 
 
 def _check_int8(model: nn.Module, placements: Placements, options: ShardOptions) -> Exception | None:
-    """Why a model cannot be gathered in int8, or in another dtype."""
+    """Return the error if `gather_dtype` is not int8, or the model cannot be gathered in int8."""
     if options.gather_dtype is not torch.int8:
         return ValueError(f"zcompile.shard: gather_dtype must be torch.int8 or None, not {options.gather_dtype!r}.")
     if options.over_hosts:
@@ -82,7 +82,7 @@ def _check_int8(model: nn.Module, placements: Placements, options: ShardOptions)
 
 
 def _check_plain(model: nn.Module, placements: Placements, mesh: DeviceMesh) -> ValueError | None:
-    """Why a parameter cannot be sharded over all hosts: such parameters are plain, and are cut as rows."""
+    """Return the error if a parameter cannot be sharded over all hosts: it must be plain, and cut along its rows."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     spread = {id(parameter) for parameter, placement in placements if is_spread(parameter, placement, mesh)}
     for parameter, _ in placements:
@@ -97,7 +97,7 @@ def _check_plain(model: nn.Module, placements: Placements, mesh: DeviceMesh) -> 
 
 
 def _check_rows(units: dict[str, nn.Module], placements: Placements, mesh: DeviceMesh) -> Exception | None:
-    """Why a module cannot be a unit: all parameters of units are plain, and sharded as rows over `mesh`."""
+    """Return the error if a parameter of a unit is not plain, or not sharded along its rows over `mesh`."""
     for path, unit in units.items():
         if (name := spread_parameter(unit, placements, mesh)) is not None:
             return ValueError(
@@ -113,7 +113,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def check_model(model: nn.Module, ignored: Container[int]) -> Exception | None:
-    """The first reason why `model` cannot be sharded, or None. Returned, not raised, so that ranks can agree first."""
+    """Return the first error of `model`, or None. The caller lets all ranks raise it together."""
     rank = dist.get_rank()
     if not isinstance(model, nn.Module):
         return TypeError(f"zcompile.shard: expected an nn.Module, got {type(model).__name__}.")
@@ -129,7 +129,7 @@ def check_model(model: nn.Module, ignored: Container[int]) -> Exception | None:
 
 
 def _parameters(parameters: dict[str, nn.Parameter]) -> Exception | None:
-    """Why one of `parameters` cannot be sharded as it is."""
+    """Return the error if devices, classes or dtypes of `parameters` cannot be sharded."""
     rank = dist.get_rank()
     devices = {parameter.device: name for name, parameter in parameters.items()}
     if len(devices) > 1:
@@ -162,7 +162,7 @@ def _parameters(parameters: dict[str, nn.Parameter]) -> Exception | None:
 
 
 def _sparse_gradients(model: nn.Module, parameters: dict[str, nn.Parameter]) -> Exception | None:
-    """A parameter whose gradient would be a sparse tensor."""
+    """Return the error if the gradient of a parameter would be a sparse tensor."""
     names = {id(parameter): name for name, parameter in parameters.items() if parameter.requires_grad}
     for module in model.modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and id(module.weight) in names:
@@ -175,19 +175,19 @@ def _sparse_gradients(model: nn.Module, parameters: dict[str, nn.Parameter]) -> 
 
 
 def check_divide_factor(factor: float | None) -> ValueError | None:
-    """Why gradients cannot be divided by `factor`, or None; returned as by `check_model`."""
+    """Return the error if gradients cannot be divided by `factor`, or None."""
     if factor is None or (isinstance(factor, (int, float)) and not isinstance(factor, bool) and factor > 0):
         return None
     return ValueError(f"zcompile.shard: gradient_divide_factor must be a positive number, or None, not {factor!r}.")
 
 
 def _second_references(model: nn.Module, parameters: dict[str, nn.Parameter]) -> Exception | None:
-    """A module that holds a parameter also elsewhere than in its own table of parameters."""
+    """Return the error if a module holds a parameter outside of its table `_parameters`, too."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
             if attribute.startswith("_"):
-                continue  # nn.Module's own tables, and what recurrent layers keep, see recurrent.py
+                continue  # nn.Module's own tables, and the list of recurrent layers (recurrent.py)
             for item in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(item, nn.Parameter) and id(item) in names:
                     return RuntimeError(
@@ -199,7 +199,7 @@ def _second_references(model: nn.Module, parameters: dict[str, nn.Parameter]) ->
 
 
 def _optimizers(parameters: dict[str, nn.Parameter]) -> Exception | None:
-    """An optimizer that was built too early."""
+    """Return the error if an optimizer that exists already holds a parameter."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     for item in gc.get_objects():
         if not issubclass(type(item), torch.optim.Optimizer):
