@@ -1,10 +1,11 @@
-"""Sees a DeepSpeed engine being made whose config has the flag. `import zcompile` calls `watch`.
+"""Detects each new DeepSpeed engine whose config has a "zcompile" block. `import zcompile` calls `watch`.
 
 [Note: a config that nothing acts on]
-Nothing of zcompile runs in a program that does not import it: an entry point that torch loads by itself would also
-break `import torch` wherever an editable install has lost its folder. So DeepSpeed has to object. It takes any key at
-the top of a config, but none that it does not know in "zero_optimization". There the block is refused by DeepSpeed,
-unless zcompile is imported and takes the block out before DeepSpeed looks. zcompile refuses one at the top.
+If a program does not import zcompile, its config must not be silently ignored. zcompile itself cannot object: it does
+not run then. (An entry point that torch loads by itself would break `import torch` if the folder of an editable install
+is gone.) So DeepSpeed has to object. It accepts unknown keys at the top of a config, but none in "zero_optimization".
+So the block stands in "zero_optimization", where DeepSpeed refuses it, unless zcompile is imported and removes it
+before DeepSpeed validates the config. zcompile refuses a block at the top.
 """
 
 import functools
@@ -21,7 +22,7 @@ _ZERO_CONFIG = "deepspeed.runtime.zero.config"  # imported by the engine
 
 
 def watch() -> None:
-    """Look at the config of each DeepSpeed engine that is made from now on, whenever DeepSpeed is imported."""
+    """Check the config of each DeepSpeed engine that is made from now on, also if DeepSpeed is imported later."""
     if _ENGINE in sys.modules:
         _wrap(sys.modules[_ENGINE])
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -29,12 +30,12 @@ def watch() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds DeepSpeed's engine as other finders do, and wraps it when it is loaded."""
+    """Finds the module of DeepSpeed's engine by the other import finders, and wraps the engine once it is loaded."""
 
-    asks_others = False  # while it does, it finds nothing itself
+    asks_others = False  # True while it asks the other finders, when it finds nothing itself
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """The engine's spec, whose loader also wraps the engine; None for all other modules."""
+        """Return the spec of the engine's module, whose loader also wraps the engine; None for other modules."""
         if name != _ENGINE or self.asks_others:
             return None
         self.asks_others = True
@@ -55,7 +56,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _wrap(module: ModuleType) -> None:
-    """Have `DeepSpeedEngine.__init__` of `module` look at its config."""
+    """Wrap `DeepSpeedEngine.__init__` of `module`, to check its config."""
     engine: Any = module.DeepSpeedEngine
     initialize = engine.__init__
     _accept_block(sys.modules[_ZERO_CONFIG].DeepSpeedZeroConfig)
@@ -63,18 +64,18 @@ def _wrap(module: ModuleType) -> None:
 
     @functools.wraps(initialize)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        """`DeepSpeedEngine.__init__`, which zcompile takes over from if the config asks for it."""
+        """`DeepSpeedEngine.__init__`; if the config asks for it, zcompile then takes the engine over."""
         given = signature.bind(self, *args, **kwargs).arguments
         config = getattr(given.get("config_class"), "_param_dict", None) or {}
         zero = config.get("zero_optimization")  # a bool in old configs
         if "zcompile" not in config and not (isinstance(zero, dict) and "zcompile" in zero):
             initialize(self, *args, **kwargs)
             return
-        # Here and not above: it imports the backend, and that Inductor. Most programs have no DeepSpeed engine.
+        # Imported here, because it imports the backend and Inductor. Most programs have no DeepSpeed engine.
         from zcompile.integrations.deepspeed.config import options_of
         from zcompile.integrations.deepspeed.takeover import Takeover
 
-        options = options_of(config, given.get("model"))  # refuses before the engine is made
+        options = options_of(config, given.get("model"))  # raises before the engine is made
         initialize(self, *args, **kwargs)
         if options is not None:
             Takeover(self, options)
@@ -83,15 +84,15 @@ def _wrap(module: ModuleType) -> None:
 
 
 def _accept_block(zero_config: Any) -> None:
-    """Have DeepSpeed's class of "zero_optimization" take no notice of "zcompile" in it.
+    """Let DeepSpeed's class of "zero_optimization" ignore the key "zcompile".
 
-    Nor of "zero_quantized_weights" beside it, for which DeepSpeed would build its quantizer: zcompile quantizes.
+    With an enabled block it ignores "zero_quantized_weights", too: zcompile quantizes instead of DeepSpeed's quantizer.
     """
     initialize = zero_config.__init__
 
     @functools.wraps(initialize)
     def wrapped(self: Any, *args: Any, zcompile: Any = None, **settings: Any) -> None:
-        """`DeepSpeedZeroConfig.__init__`, of all settings but zcompile's."""
+        """`DeepSpeedZeroConfig.__init__` without zcompile's settings."""
         if isinstance(zcompile, dict) and zcompile.get("enabled"):
             settings.pop("zero_quantized_weights", None)
         initialize(self, *args, **settings)

@@ -1,7 +1,7 @@
-"""Gradients of ZeRO-3 partitions between backward and step: where they lie, and the sums of their squares.
+"""Gradients of ZeRO-3 partitions between backward and step: their memory, and the sums of their squares.
 
-DeepSpeed copies every reduced gradient to one flat buffer that always exists. `Gradients` frees that buffer, and each
-gradient stays where it was reduced.
+DeepSpeed copies every reduced gradient to one flat buffer that it never frees. `Gradients` frees that buffer, and keeps
+each gradient in the memory that it was reduced to.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,27 +14,27 @@ from zcompile.state.sharded_model import ShardedModel
 
 
 def add(before: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
-    """The accumulated gradient with `grad`; `before` is the one without."""
+    """Add `grad` to the accumulated gradient `before`, in place; None is zero."""
     return grad if before is None else before.add_(grad)
 
 
 class Gradients(dict[int, torch.Tensor]):
     """`ds_id` -> gradient, [elements of the partition with padding], in place of an optimizer's buffers.
 
-    DeepSpeed looks gradients up here. Where there is none, asking for it makes zeros.
+    DeepSpeed looks gradients up here. The look-up of a missing gradient makes zeros.
     """
 
-    PLACE = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"  # where DeepSpeed looks for gradients
+    PLACE = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"  # DeepSpeed's attribute for gradients
 
     def __init__(self, optimizer: Any, device: torch.device):
-        """`device` is that of reduced gradients, which DeepSpeed may offload to its buffer."""
+        """`device` is the device of reduced gradients; DeepSpeed's buffer may be on another one, by offload."""
         super().__init__()
         self.lengths = {each.ds_id: each.partition_numel() for group in optimizer.fp16_groups for each in group}
         self.device_of_buffer = optimizer.grad_partitions_flat_buffer.device
         self.like = optimizer.grad_partitions_flat_buffer.new_empty(0, device=device)
         optimizer.grad_partitions_flat_buffer = self.like
         setattr(optimizer, self.PLACE, self)
-        # Buckets whose buffers are freed: the bucket, its buffer on the meta device, and the buffer's own device.
+        # (bucket, its freed buffer as a meta tensor, the device of the buffer).
         self.buckets: list[tuple[Any, torch.Tensor, torch.device]] = []
         for bucket in getattr(optimizer, "ipg_buckets", {}).values():  # since 0.17.1
             if bucket.buffer is not None:
@@ -46,7 +46,7 @@ class Gradients(dict[int, torch.Tensor]):
         return self[ds_id]
 
     def restore_buffers(self, optimizer: Any) -> None:
-        """Give DeepSpeed its buffers again, with these gradients in them."""
+        """Allocate DeepSpeed's buffers again, and copy these gradients into them."""
         for bucket, freed, device in self.buckets:
             bucket.buffer = torch.empty_like(freed, device=device)
         buffer = self.like.new_zeros(sum(self.lengths.values()), device=self.device_of_buffer)
@@ -58,10 +58,10 @@ class Gradients(dict[int, torch.Tensor]):
 
 
 class ReducedSquares:
-    """Sums of squares that runtimes compute as they reduce gradients, so that the norm need not read them again."""
+    """Sums of squares that runtimes compute while they reduce gradients, so that the norm need not read these again."""
 
     def __init__(self, models: Iterable[ShardedModel], partitions: Mapping[int, Partition]):
-        """`models` have the `partitions`, by `ds_id`."""
+        """`partitions` are those of `models`, by `ds_id`."""
         self.runtimes = [model.runtime for model in models]
         self.places = {ds_id: (each.state.runtime, each.index) for ds_id, each in partitions.items()}
         self.versions: dict[int, int] = {}  # `ds_id` -> the gradient's version when it arrived
@@ -69,17 +69,17 @@ class ReducedSquares:
             runtime.collect_squares()
 
     def note(self, parameter: ZeroParameter, grad: torch.Tensor) -> None:
-        """`grad` has arrived and is stored as it is."""
+        """Note that the gradient of `parameter` is `grad`, as it was reduced."""
         self.versions[parameter.ds_id] = grad._version
 
     def of(self, parameter: ZeroParameter, grad: torch.Tensor) -> torch.Tensor | None:
-        """Partial sums of the squares of `grad`, [any] fp64; None if `grad` is not as it was reduced."""
+        """Return partial sums of the squares of `grad`, 1-D fp64; None if `grad` was changed after it was reduced."""
         if self.versions.get(parameter.ds_id) != grad._version:
             return None
         runtime, index = self.places[parameter.ds_id]
         return runtime.squares_of(index, grad)
 
     def forget(self) -> None:
-        """Begin with the next step's."""
+        """Drop all sums, before the next step."""
         for runtime in self.runtimes:
             runtime.clear_squares()

@@ -1,8 +1,8 @@
-"""DeepSpeed's hooks: which go away while zcompile trains an engine, and what runs around a forward in their place.
+"""DeepSpeed's hooks: those that are removed while zcompile trains an engine, and their replacement around a forward.
 
-Compiled graphs gather and reduce themselves. The engine's two forward hooks also run timers, casts to fp16 and
-profilers. They are removed too, because they would be compiled with the module. Instead, `Hooks.around_forward` calls
-what they call, outside of the compiled graph.
+Compiled graphs gather and reduce, so hooks must not. The engine's two forward hooks also run timers, casts to fp16 and
+profilers. They are removed too, because they would be compiled with the module. `Hooks.around_forward` calls the same
+functions outside of the compiled graph.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ from zcompile.integrations.deepspeed.partitions import ZeroParameter
 
 
 def hooked_parameter(engine: Any) -> str:
-    """The name of a parameter that has hooks of the program; empty if none has.
+    """Return the name of a parameter with hooks that are not DeepSpeed's, or "".
 
-    Under ZeRO-3 they see gradients of the whole parameter before they are reduced, which compiled code never makes.
+    Under ZeRO-3 such a hook gets the whole gradient before it is reduced, which compiled code never makes.
     """
     own = {handle.id for handle in engine.optimizer._grad_acc_hooks if hasattr(handle, "id")}
     for name, parameter in engine.module.named_parameters():
@@ -31,11 +31,11 @@ class Hooks:
 
     def __init__(self, engine: Any):
         self.engine = engine
-        self.persistent: list[ZeroParameter] = []  # small ones, which DeepSpeed leaves gathered
+        self.persistent: list[ZeroParameter] = []  # small ones, which DeepSpeed keeps gathered
         self.removed = False
 
     def release_parameters(self) -> None:
-        """Leave no parameter gathered, nor persistent ones: zcompile gathers them in groups with their neighbours."""
+        """Partition all parameters, also persistent ones, which zcompile gathers in groups with their neighbours."""
         optimizer = self.engine.optimizer
         self.persistent = list(optimizer.persistent_parameters)
         optimizer.persistent_parameters = []
@@ -75,11 +75,11 @@ class Hooks:
     def around_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Do what the engine's forward hooks do besides gathering. Yields the inputs as the module wants them."""
+        """Do the work of the engine's forward hooks, except gathers. Yields the inputs for the module."""
         engine = self.engine
         inputs, kwargs = engine._forward_prologue(inputs, kwargs) or (inputs, kwargs)
         for module in engine.module.modules():
-            # The prologue sets this flag. While it is set, ZeRO's parameter dictionaries gather what Dynamo looks at.
+            # The prologue sets this flag, which lets ZeRO's parameter dictionaries gather entries that Dynamo reads.
             module._parameters._in_forward = False
         try:
             with _torch_linear():

@@ -1,9 +1,9 @@
-"""The step with "offload_optimizer" on the CPU in pinned memory, of optimizers that can step on the device.
+"""The step with "offload_optimizer" to pinned CPU memory, for optimizers that can step on the device.
 
-DeepSpeed copies gradients to the host then, steps there, and copies partitions back. Here main parameters and states
-stay in host memory, and go through the device in groups ([Note: streamed steps] in training/offload.py). Gradients
-stay on the device. The step is that without offload, so are the numbers. Meanwhile DeepSpeed's optimizer is told that
-nothing is offloaded: the order of its step, and the place where it looks for gradients, are then those of `LeanStep`.
+DeepSpeed would copy gradients to the host, step there, and copy partitions back. Here main parameters and states lie in
+host memory and are copied to the device and back in groups ([Note: streamed steps] in training/offload.py). Gradients
+stay on the device. Results are those of a step without offload. Meanwhile DeepSpeed's optimizer is configured as if
+nothing were offloaded, so that it steps in the order, and finds gradients in the place, that `LeanStep` expects.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from zcompile.training.streamed_groups import Piece, Stream, plan_groups
 
 
 def can_stream(optimizer: Any, is_elementwise: bool) -> bool:
-    """Whether a stage-3 optimizer, whose inner one `is_elementwise`, can step on the device with states on the host."""
+    """Whether a stage-3 optimizer can step on the device with states on the host. `is_elementwise`: its inner one."""
     inner = optimizer.optimizer
     has_hooks = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
     is_alone = is_elementwise and not has_hooks and not optimizer.swap_optimizer
@@ -30,14 +30,14 @@ def can_stream(optimizer: Any, is_elementwise: bool) -> bool:
 
 
 def stop_offloading(optimizer: Any) -> None:
-    """Let a stage-3 optimizer look for gradients on the device; frees those of its main parameters on the host."""
+    """Let a stage-3 optimizer find gradients on the device; frees the gradients of its main parameters on the host."""
     optimizer.offload_optimizer = False
     for main in optimizer.fp32_partitioned_groups_flat:
         main.grad = None
 
 
 def resume_offloading(optimizer: Any, link: HostLink, gradients: Gradients | None) -> None:
-    """Undo `stop_offloading`. `gradients` are those until now, which DeepSpeed's step may be about to read."""
+    """Undo `stop_offloading`, and copy `gradients`, those of this step so far, to the host for DeepSpeed's step."""
     optimizer.offload_optimizer = True
     if gradients is None:
         return
@@ -51,23 +51,23 @@ def resume_offloading(optimizer: Any, link: HostLink, gradients: Gradients | Non
 
 
 class HostSubGroup:
-    """A flat main parameter and its state in host memory, which are stepped on the device."""
+    """A flat main parameter and its state, which lie in host memory and are stepped on the device."""
 
     def __init__(self, flat: nn.Parameter, lengths: list[int], partitions: torch.Tensor, link: HostLink):
         """`flat` is the main parameter, [sum of `lengths`]; `lengths` are elements of each partition, in order;
-        `partitions` are copies of it on the device, which forwards gather from."""
+        `partitions` is its copy on the device, from which forwards gather."""
         self.flat, self.partitions, self.link = flat, partitions, link
         self.lengths, self.begins = lengths, list(accumulate(lengths, initial=0))
 
     def update(self, inner: torch.optim.Optimizer, param_group: int, batches: Iterator[list[torch.Tensor]]) -> None:
-        """Step with these gradients, as `SubGroup.update`. It returns when all that it wrote is in host memory."""
+        """Step like `SubGroup.update`. Returns when the new states and main parameter are in host memory."""
         state = inner.state[self.flat]
         self.flat.data = self.link.adopt(self.flat.data)
         moments = [self.link.adopt(state[name]) if state else self.link.allocate(self.flat) for name in MOMENTS]
         counts = {name: value for name, value in state.items() if name not in MOMENTS}
         step = _Step(inner, inner.param_groups[param_group], counts, is_first=not state)
         stream = Stream(self.link, 1 + len(moments), self.lengths, self.partitions.device)
-        done = 0  # partitions
+        done = 0  # number of partitions
         try:
             for grads in batches:
                 self._stream(stream, [self.flat.detach(), *moments], grads, self.begins[done:], step)
@@ -77,7 +77,7 @@ class HostSubGroup:
         if stream.copied_out is not None:
             self.link.synchronize(stream.copied_out)
         state.update(zip(MOMENTS, moments, strict=True))
-        for name, value in step.counts.items():  # in place: sub-groups may share a count
+        for name, value in step.counts.items():  # in place, because sub-groups may share a count
             counted = isinstance(value, torch.Tensor) and name in counts
             state[name] = counts[name].copy_(value) if counted else value
 
@@ -89,7 +89,7 @@ class HostSubGroup:
         begins: list[int],
         step: Callable[..., None],
     ) -> None:
-        """Step the partitions that begin at `begins` in each of `hosts`, with these gradients."""
+        """Step partitions with gradients `grads`; `begins` are their first elements in each of `hosts`."""
 
         def cut(piece: Piece, flat: torch.Tensor) -> torch.Tensor:
             begin = begins[piece.item]
@@ -112,16 +112,16 @@ class HostSubGroup:
 
 
 class _Step:
-    """Steps of an optimizer of pieces of a main parameter. It has these and their states only while it steps."""
+    """Steps an optimizer on pieces of a main parameter. The optimizer holds pieces and states only while it steps."""
 
     def __init__(
         self, inner: torch.optim.Optimizer, group: dict[str, Any], counts: dict[str, Any], is_first: bool
     ) -> None:
         self.inner, self.group, self.before, self.is_first = inner, group, counts, is_first
-        self.counts = counts  # after the step
+        self.counts = counts  # of steps, after this step
 
     def __call__(self, buffers: list[list[torch.Tensor]], grads: list[torch.Tensor]) -> None:
-        """Step the first of the `buffers` of each piece; the others are its moments."""
+        """Step each piece; its `buffers` are its main parameter and its moments."""
         inner, group = self.inner, self.group
         on_device = group.get("fused") or group.get("capturable")
         try:
@@ -137,14 +137,14 @@ class _Step:
             states = [inner.state.pop(main, {}) for main, *_ in buffers]
             for main, *_ in buffers:
                 main.grad = None
-        if self.is_first:  # the optimizer has made them
+        if self.is_first:  # the optimizer has made the moments
             for (_, *moments), state in zip(buffers, states, strict=True):
                 torch._foreach_copy_(moments, [state[name] for name in MOMENTS])
         self.counts = {name: value for name, value in states[-1].items() if name not in MOMENTS}
 
 
 def _copy(value: Any, like: torch.Tensor | None) -> Any:
-    """A copy of a count, on the device of `like`: each piece counts up once."""
+    """Copy a count of steps to the device of `like`: each piece's step adds 1 to its own copy."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.clone() if like is None else value.to(like.device, copy=True)

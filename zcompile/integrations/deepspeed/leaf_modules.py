@@ -1,9 +1,9 @@
 """DeepSpeed's leaf modules, which are the units of an engine that zcompile trains.
 
-ZeRO-3 gathers all parameters of a leaf module before its forward, and reduces all of their gradients behind its
-backward: zeros for what a rank did not use. That is what a unit does, see [Note: units] in units/unit.py. A
-parameter that no rank used has zeros here, too, where `zcompile.shard` leaves it without a gradient: DeepSpeed's
-optimizer then decays it.
+ZeRO-3 gathers all parameters of a leaf module before its forward, and reduces all of their gradients after its
+backward, with zeros for parameters that a rank did not use. A unit does the same, see [Note: units] in units/unit.py.
+They differ for a parameter that no rank used: under `zcompile.shard` it has no gradient. Here it has zeros, as under
+DeepSpeed, whose optimizer then applies weight decay to it.
 """
 
 from torch import nn
@@ -12,14 +12,14 @@ from zcompile.units.find import find_units
 
 
 def leaf_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Path -> leaf module of `model`, for those that have parameters and are in no other."""
+    """Return path -> leaf module, for leaf modules that have parameters and are inside of no other."""
     from deepspeed.utils import z3_leaf_module
 
     return find_units(model, [module for module in model.modules() if z3_leaf_module(module)])
 
 
 def unsupported_leaf_module(model: nn.Module) -> str:
-    """Why a leaf module of `model` cannot be a unit; empty if all can."""
+    """Return the reason why a leaf module of `model` cannot be a unit, or ""."""
     leaves = leaf_modules(model)
     for path, module in leaves.items():
         if type(module).forward is nn.Module.forward:  # as of an nn.ModuleList

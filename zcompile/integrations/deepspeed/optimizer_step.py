@@ -1,16 +1,16 @@
-"""The step of a ZeRO-3 optimizer, without the copies of gradients and main parameters that it does not need.
+"""The step of a ZeRO-3 optimizer, without copies of gradients and main parameters.
 
-DeepSpeed's step spends as much time on copies of gradients as on the optimizer. `LeanStep` leaves gradients as they
-were reduced. An optimizer that treats every element alone (Adam) reads them parameter by parameter, over views of
-DeepSpeed's flat main parameters and states. The arithmetic is DeepSpeed's, and so are the numbers, except:
+DeepSpeed's step spends as much time on copies of gradients as on the optimizer. `LeanStep` keeps each gradient in the
+memory that it was reduced to. An elementwise optimizer (Adam) reads it there, and updates the parameter's view of
+DeepSpeed's flat main parameter and states. The arithmetic is DeepSpeed's, and so are the results, except:
 
-- On a GPU, the norm may differ in its last bits. It is summed in fp64 in another order.
+- On a GPU, the norm may differ in its last bits, because it is summed in fp64 and in another order.
 - A fused Adam divides gradients by the scale itself. DeepSpeed multiplies them by the scale's inverse.
-- A parameter without a gradient in this step has zeros. DeepSpeed takes what an earlier step left in its buffer.
-- With fp32 partitions, an edited partition stays edited. DeepSpeed goes back to its main parameter, which is a copy.
+- A parameter without a gradient in this step has zeros. DeepSpeed uses the gradient that an earlier step left behind.
+- With fp32 partitions, an edit of a partition lasts. DeepSpeed overwrites it from its main parameter, which is a copy.
 
-In fp16, the step stays DeepSpeed's, because the search for overflows reads DeepSpeed's buffer. So it does with an
-offloaded optimizer, which reads that buffer, too, unless host_sub_groups.py can step its states on the device.
+In fp16, the step stays DeepSpeed's, because its check for overflows reads DeepSpeed's buffer. An offloaded optimizer
+reads that buffer, too: its step stays DeepSpeed's unless host_sub_groups.py can step its states on the device.
 """
 
 import functools
@@ -35,7 +35,7 @@ ELEMENTWISE = ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW", "deepspeed.op
 
 
 class LeanStep:
-    """From `install()` to `remove()`, methods of one stage-3 optimizer are replaced, and its gradient buffers freed."""
+    """Replaces methods of one stage-3 optimizer, and frees its gradient buffers, from `install()` to `remove()`."""
 
     EDITING = ("set_fp32_grad_for_param", "set_local_grad_for_param")
     REPLACED = (
@@ -47,7 +47,7 @@ class LeanStep:
         "offload_states",
         "reload_states",
     )
-    CAST_BYTES = 512 << 20  # of gradients that are cast to fp32 at a time
+    CAST_BYTES = 512 << 20  # of gradients that are cast at a time, after the cast
 
     def __init__(
         self, optimizer: Any, fail: Callable[[str, Exception], None], reduced_squares: ReducedSquares | None = None
@@ -55,28 +55,28 @@ class LeanStep:
         """
         Args:
             optimizer: a DeepSpeedZeroOptimizer_Stage3.
-            fail: `fail(doing, error)` gives the engine back, and so calls `remove()`.
-            reduced_squares: if gradients are not added up over microbatches.
+            fail: `fail(doing, error)` gives the engine back to DeepSpeed, which calls `remove()`.
+            reduced_squares: sums of squares from the runtimes; None if gradients are added up over microbatches.
         """
         self.optimizer = optimizer
         self.fail = fail
         self.reduced_squares = reduced_squares
-        self.last_backward: dict[int, int] = {}  # `ds_id` -> autograd's number of the last backward with a gradient
-        self.originals: dict[str, Callable[..., Any]] = {}  # DeepSpeed's methods that are replaced
-        self.sub_groups: dict[int, SubGroup | HostSubGroup | None] = {}  # of the step that has begun
-        self.current: SubGroup | HostSubGroup | None = None  # the one that is to be updated
+        self.last_backward: dict[int, int] = {}  # `ds_id` -> id of the last backward that gave a gradient
+        self.originals: dict[str, Callable[..., Any]] = {}  # DeepSpeed's methods, by name
+        self.sub_groups: dict[int, SubGroup | HostSubGroup | None] = {}  # of the running step
+        self.current: SubGroup | HostSubGroup | None = None  # the sub-group that is updated next
         self.pending: list[torch.Tensor] = []  # the gradients of `current`
-        self.scale = 1.0  # `pending` is divided by it
-        self.offloaded: set[int] = set()  # `ds_id`s of the gradients that DeepSpeed has offloaded
-        self.cached_gradients: Gradients | None = None  # None while DeepSpeed has its buffers
+        self.scale = 1.0  # divisor of `pending`
+        self.offloaded: set[int] = set()  # `ds_id`s of gradients that DeepSpeed has offloaded
+        self.cached_gradients: Gradients | None = None  # None while DeepSpeed has its own buffers
         self.device = optimizer.fp16_partitioned_groups_flat[0].device  # of partitions and gradients
         self.link: HostLink | None = host_link_of(self.device) if optimizer.offload_optimizer else None
 
     @staticmethod
     def is_possible(optimizer: Any) -> bool:
-        """Whether DeepSpeed can do without its buffers.
+        """Whether the step can do without DeepSpeed's buffers.
 
-        It reads them in fp16, to find overflows, and when it steps on the host itself.
+        DeepSpeed reads them in fp16, to find overflows, and when it steps on the host itself.
         """
         streams = not optimizer.offload_optimizer or can_stream(optimizer, _is_elementwise(optimizer.optimizer))
         return optimizer.dtype != torch.float16 and streams
@@ -104,10 +104,10 @@ class LeanStep:
             setattr(self.optimizer, name, functools.partial(self.edit, name))
 
     def remove(self, restore_buffers: bool) -> None:
-        """Let DeepSpeed do the step again, with its buffers and this step's gradients in them if `restore_buffers`."""
+        """Restore DeepSpeed's methods and, with `restore_buffers`, its buffers with the gradients of this step."""
         while self.originals:
             self.optimizer.__dict__.pop(self.originals.popitem()[0], None)
-        self.reduced_squares = None  # it refers to the runtime
+        self.reduced_squares = None  # drops its reference to the runtime
         self.forget_step()
         if self.link is not None:
             resume_offloading(self.optimizer, self.link, self.cached_gradients if restore_buffers else None)
@@ -115,9 +115,9 @@ class LeanStep:
             self.restore_buffers()
 
     def alias_main_parameters(self) -> None:
-        """Let main parameters that are copies of fp32 partitions be the partitions.
+        """Let main parameters that are copies of fp32 partitions share the partitions' memory.
 
-        Where they differ, the main parameter's values win, as in a step. Those in host memory stay copies.
+        If values differ, those of the main parameter are kept, as in a step. Main parameters on the host stay copies.
         """
         optimizer = self.optimizer
         if self.link is not None:
@@ -130,7 +130,7 @@ class LeanStep:
                 main.data = partitions.data
 
     def restore_buffers(self) -> None:
-        """Give DeepSpeed its buffers, with this step's gradients in them."""
+        """Allocate DeepSpeed's buffers, and copy the gradients of this step into them."""
         if self.cached_gradients is not None:
             self.cached_gradients.restore_buffers(self.optimizer)
             self.cached_gradients = None
@@ -145,15 +145,15 @@ class LeanStep:
 
         Args:
             grad: [elements of the partition with padding].
-            accumulate: returns the sum of the gradient until now (None for the first) and `grad`.
+            accumulate: (gradient so far, or None; `grad`) -> their sum.
         """
         optimizer, gradients, ds_id = self.optimizer, self.gradients, parameter.ds_id
         grad = grad.to(optimizer.gradient_accumulation_dtype)
-        # With `loss.backward()`, what only other ranks asked for comes when the step has its list of gradients already.
+        # With `loss.backward()`, gradients that only other ranks computed come after DeepSpeed has listed gradients.
         is_late = getattr(optimizer, "_epilogue_ran_this_backward", False)
         if optimizer.micro_step_id == 0 and not is_late:
-            optimizer.averaged_gradients = {}  # of a step that was not taken
-        # One backward may give a parameter two gradients: what only other ranks asked for comes at its end.
+            optimizer.averaged_gradients = {}  # of a step that was skipped
+        # One backward may give a parameter two gradients: one that only other ranks computed comes at its end.
         backward = torch._C._current_graph_task_id()
         same_backward = self.last_backward.get(ds_id, -1) == backward != -1
         self.last_backward[ds_id] = backward
@@ -161,14 +161,14 @@ class LeanStep:
         total = accumulate(None if first else gradients[ds_id], grad)
         gradients[ds_id] = gradients[ds_id].copy_(total) if is_late else total
         if first and self.reduced_squares and not is_late:
-            self.reduced_squares.note(parameter, grad)  # what is added later changes the version
+            self.reduced_squares.note(parameter, grad)  # later additions change the version
 
     def forget_step(self) -> None:
-        """Drop what a step that has begun was to update."""
+        """Drop the sub-groups and gradients of a step that has begun."""
         self.sub_groups, self.current, self.pending = {}, None, []
 
     def square(self, sub_group: int) -> torch.Tensor:
-        """The sum of the squares of a sub-group's gradients, [] fp64."""
+        """The sum of the squares of a sub-group's gradients, an fp64 scalar."""
         squares, others = [], []
         for parameter, grad in zip(
             self.optimizer.fp16_groups[sub_group], self.optimizer.averaged_gradients[sub_group], strict=True
@@ -183,15 +183,15 @@ class LeanStep:
         return torch.cat(squares).sum()
 
     def cut(self, sub_group: int) -> SubGroup | HostSubGroup | None:
-        """The sub-group cut into its parameters; None if the optimizer must see it whole.
+        """Cut a sub-group into its parameters; returns None if the optimizer must step it whole.
 
         Raises:
-            RuntimeError: the optimizer must see it whole, and it lies in host memory.
+            RuntimeError: the optimizer must step it whole, and it lies in host memory.
         """
         optimizer = self.optimizer
         inner, flat = optimizer.optimizer, optimizer.fp32_partitioned_groups_flat[sub_group]
         lengths = [each.partition_numel() for each in optimizer.fp16_groups[sub_group]]
-        # Step hooks expect one step of one parameter.
+        # Step hooks expect one step of one flat parameter.
         step_hooks = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
         scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
         if self.link is not None:
@@ -202,12 +202,12 @@ class LeanStep:
             return None
         return SubGroup(flat, inner.state[flat], lengths)
 
-    # --- What stands in for the optimizer's methods, in the order in which a step calls them ---
+    # --- Replacements of the optimizer's methods, in the order in which a step calls them ---
 
     def get_norm_groups(self) -> list[torch.Tensor]:
-        """The norm of each sub-group, [] fp64 on the host; -1 for inf and NaN. Here the step waits for the device."""
+        """The norm of each sub-group, an fp64 scalar on the host; -1 for inf and NaN. It waits for the device."""
         optimizer = self.optimizer
-        if optimizer.model_parallel_group is not None:  # DeepSpeed counts what its ranks share once
+        if optimizer.model_parallel_group is not None:  # DeepSpeed must count parameters that these ranks share once
             return self.originals["_get_norm_groups"]()
         try:
             sub_groups = range(len(optimizer.fp16_groups))
@@ -227,16 +227,16 @@ class LeanStep:
         return list(norms)
 
     def prepare_fp32_grad_for_sub_group(self, sub_group: int) -> None:
-        """Take the sub-group's gradients from `averaged_gradients`, through which DeepSpeed's step goes.
+        """Take the sub-group's gradients from `averaged_gradients`, over which DeepSpeed's step iterates.
 
-        Where the optimizer must see the sub-group whole, DeepSpeed makes a flat gradient of them.
+        If the optimizer must step the sub-group whole, DeepSpeed concatenates them to a flat gradient.
         """
         optimizer = self.optimizer
         try:
             self.current = self.sub_groups.pop(sub_group) if sub_group in self.sub_groups else self.cut(sub_group)
         except Exception as error:
             self.fail("the step", error)
-            if self.link is None:  # an offloaded optimizer has its gradients again
+            if self.link is None:  # with offload, `fail` has restored the gradients
                 optimizer._prepare_fp32_grad_for_sub_group(sub_group)
             return
         if self.current is None:
@@ -248,7 +248,7 @@ class LeanStep:
             self.gradients.pop(parameter.ds_id, None)
 
     def unscale_and_clip_grads(self, sub_group: int, total_norm: torch.Tensor | float) -> None:
-        """Compute the scale as DeepSpeed does, on the host. It is applied when the optimizer reads the gradients."""
+        """Compute the scale like DeepSpeed, but on the host. `optimizer_step` applies it to the gradients."""
         if self.current is None:
             return self.originals["unscale_and_clip_grads"](sub_group, total_norm)
         optimizer = self.optimizer
@@ -258,14 +258,14 @@ class LeanStep:
         self.scale = float(scale)
 
     def optimizer_step(self, sub_group: int) -> None:
-        """Update the sub-group, parameter by parameter where it could be cut."""
+        """Update the sub-group, parameter by parameter if it could be cut."""
         current, gradients = self.current, self.pending
         if current is None:
             return self.originals["_optimizer_step"](sub_group)
         self.current, self.pending = None, []
         inner, param_group = self.optimizer.optimizer, self.optimizer.sub_group_to_group_id[sub_group]
         divides = self.scale != 1.0 and getattr(inner, "_step_supports_amp_scaling", False)
-        divides = divides and bool(inner.state.get(current.flat))  # the first step without offload is DeepSpeed's
+        divides = divides and bool(inner.state.get(current.flat))  # without offload, DeepSpeed does the first step
         batches = cast_batches(gradients, current.flat.dtype, 1.0 if divides else self.scale, self.CAST_BYTES)
         if divides:  # the optimizer divides gradients itself, as for a GradScaler
             inner.grad_scale = torch.full((), self.scale, device=self.device)
@@ -275,34 +275,34 @@ class LeanStep:
             inner.__dict__.pop("grad_scale", None)
 
     def reassign_or_swap_out_partitioned_parameters(self, sub_group: int) -> None:
-        """The step of a sub-group in host memory has written the partitions."""
+        """Let parameters have views of the partitions again, which the step with offload has written already."""
         self.optimizer._unflatten_partitioned_parameters(sub_group)
 
-    # --- What stands in for methods that users call between steps ---
+    # --- Replacements of methods that users call between steps ---
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Also forget the gradients. A step that has begun has its own in `averaged_gradients`."""
+        """Also drop the gradients. A step that has begun has its own in `averaged_gradients`."""
         self.originals["zero_grad"](*args, **kwargs)
         if self.cached_gradients is not None:
             self.cached_gradients.clear()
 
     def edit(self, name: str, value: torch.Tensor, parameter: ZeroParameter) -> None:
-        """Also increment the gradient's version. DeepSpeed's methods of EDITING write past the version counter."""
+        """Also increment the gradient's version, because DeepSpeed's methods in `EDITING` write without doing so."""
         self.originals[name](value, parameter)
         if self.cached_gradients is not None and parameter.requires_grad:
             torch.autograd.graph.increment_version(self.cached_gradients[parameter.ds_id])
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed offloads its buffers, so it is given them first."""
+        """Restore DeepSpeed's buffers first, which it then offloads."""
         if self.cached_gradients is not None:
             self.offloaded = set(self.cached_gradients)
             self.restore_buffers()
         self.originals["offload_states"](*args, **kwargs)
 
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Free the buffers that came back, but cache the gradients that were offloaded.
+        """Free the reloaded buffers again, and keep the gradients that were offloaded.
 
-        Main parameters come back as copies, and are made the partitions again.
+        Reloaded main parameters are copies, so they are made to share the partitions' memory again.
         """
         self.originals["reload_states"](*args, **kwargs)
         if self.cached_gradients is None:

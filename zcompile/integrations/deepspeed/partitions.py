@@ -1,7 +1,7 @@
 """One ZeRO-3 parameter as a sharded parameter.
 
 DeepSpeed keeps a flat partition of every parameter in `parameter.ds_tensor` and leaves `parameter.data` empty. A
-`Partition` has a leaf over the partition's memory, which graphs gather, and hands the leaf's reduced gradient on.
+`Partition` has a leaf over the partition's memory, which graphs gather, and passes the leaf's reduced gradient on.
 """
 
 import weakref
@@ -25,12 +25,12 @@ ZeroParameter: TypeAlias = Any
 
 @dataclass(eq=False, kw_only=True)
 class Partition(ShardedParameter):
-    """One ZeRO-3 parameter. Its leaf lies over this rank's partition, and `accept` is given its reduced gradients."""
+    """One ZeRO-3 parameter. Its leaf is over this rank's partition; `accept` is called with its reduced gradients."""
 
     parameter: ZeroParameter
     rank: int
     accept: Callable[["Partition", torch.Tensor], None]
-    zeros_if_unused = True  # as leaf modules reduce; see leaf_modules.py
+    zeros_if_unused = True  # as in leaf modules, see leaf_modules.py
 
     def local(self) -> torch.Tensor:
         """This rank's partition, [elements without padding]."""
@@ -41,11 +41,11 @@ class Partition(ShardedParameter):
         return [self.parameter.ds_tensor]
 
     def moved(self) -> bool:
-        """Whether DeepSpeed has put the partition elsewhere."""
+        """Whether DeepSpeed has moved the partition to other memory."""
         return self.leaf.numel() > 0 and self.leaf.data_ptr() != self.parameter.ds_tensor.data_ptr()
 
     def post_accumulate_grad(self, leaf: torch.Tensor, is_late: bool = False) -> None:
-        """Hand the leaf's gradient to `accept`."""
+        """Pass the leaf's gradient to `accept`."""
         grad, leaf.grad = leaf.grad, None
         if grad is not None and (self.parameter.requires_grad or is_late):
             self.accept(self, grad)
@@ -63,8 +63,8 @@ def add_partition(
 
     Args:
         owner: the module that reads the parameter, and the name of its attribute.
-        accept: is given the partition and each gradient of it, [elements without padding].
-        in_int8: if it is no vector, it is gathered in int8; see [Note: int8 gathers] in state/int8_gather.py.
+        accept: called with the partition and each reduced gradient of it, [elements without padding].
+        in_int8: whether to gather it in int8 unless it is a vector; see [Note: int8 gathers] in state/int8_gather.py.
     """
     rank, shape = state.groups.rank, tuple(parameter.ds_shape)
     leaf = nn.Parameter(_without_padding(parameter, rank), requires_grad=parameter.requires_grad)
@@ -94,7 +94,7 @@ def add_partition(
 
 
 def partition_grads(optimizer: Any, parameter: ZeroParameter, grad: torch.Tensor) -> None:
-    """Have DeepSpeed copy or add a reduced gradient, [elements of the partition with padding], to its buffer."""
+    """Let DeepSpeed copy or add a reduced gradient, [elements of the partition with padding], to its buffer."""
     if not grad.is_cuda:
         optimizer.partition_grads([parameter], [grad])
         return
@@ -106,10 +106,10 @@ def partition_grads(optimizer: Any, parameter: ZeroParameter, grad: torch.Tensor
 
 
 def _without_padding(parameter: ZeroParameter, rank: int) -> torch.Tensor:
-    """The partition of `rank` over DeepSpeed's memory, [elements that the parameter has there].
+    """Return the partition of `rank` as a tensor over DeepSpeed's memory, [elements without padding].
 
-    The tensor has a storage of its own. Partitions of a whole group of parameters share one storage, but the runtime
-    identifies a parameter by its storage.
+    The tensor has a storage of its own, because the runtime identifies a parameter by its storage, and DeepSpeed's
+    partitions of a whole group of parameters share one.
     """
     partition, numel = parameter.ds_tensor, parameter.ds_numel
     length = min((rank + 1) * partition.ds_numel, numel) - min(rank * partition.ds_numel, numel)

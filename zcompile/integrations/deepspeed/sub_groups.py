@@ -1,8 +1,8 @@
 """One sub-group of a stage-3 optimizer: DeepSpeed's flat fp32 tensor, updated one parameter at a time.
 
-DeepSpeed's optimizer has one flat fp32 tensor for each sub-group of parameters, and wants one flat gradient for it. An
-elementwise optimizer, such as Adam, does the same if it updates views of that tensor, one a parameter, each with its
-own gradient. So gradients need not be concatenated.
+DeepSpeed's optimizer has one flat fp32 tensor for each sub-group of parameters, and needs one flat gradient for it. An
+elementwise optimizer, such as Adam, computes the same if it updates a view of that tensor for each parameter, with the
+parameter's own gradient. So gradients need not be concatenated.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class SubGroup:
-    """A flat main parameter and its optimizer state, cut into views [elements of a partition], one a parameter."""
+    """A flat main parameter and its optimizer state, with a view [elements of a partition] for each parameter."""
 
     def __init__(self, flat: nn.Parameter, state: dict[str, Any], lengths: list[int]):
         """`flat` is the main parameter, [sum of `lengths`]; `lengths` are elements of each partition, in order."""
@@ -22,13 +22,13 @@ class SubGroup:
         self.numbers = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
         self.views = flat.detach().split(lengths)
         self.states: list[dict[str, Any]] = [dict(self.numbers) for _ in lengths]
-        self.counts: list[tuple[torch.Tensor, list[torch.Tensor]]] = []  # each with its copies
+        self.counts: list[tuple[torch.Tensor, list[torch.Tensor]]] = []  # (count of steps, its copies)
         for name, value in state.items():
             if name in self.numbers:
                 continue
             if value.shape == flat.shape:
                 parts = list(value.split(lengths))
-            else:  # a count must go up once: the first view has the tensor itself, the others have copies
+            else:  # a count must be increased once: the first view has it, the others have copies
                 copies = list(value.new_empty(len(lengths) - 1, *value.shape))
                 self.counts.append((value, copies))
                 parts = [value, *copies]
@@ -36,15 +36,15 @@ class SubGroup:
                 view_state[name] = part
 
     def update(self, inner: torch.optim.Optimizer, param_group: int, batches: Iterator[list[torch.Tensor]]) -> None:
-        """Step with these gradients, which come in the order of the parameters.
+        """Step with the gradients in `batches`.
 
         Args:
-            inner: the optimizer in DeepSpeed's. It has the views and their states only while it steps. So checkpoints
-                see the flat states, and nothing refers to a state that loading or offloading has replaced.
-            param_group: index of the group in `inner.param_groups` that the sub-group belongs to.
-            batches: lists of gradients; `inner` steps once for each list.
+            inner: the optimizer that DeepSpeed's wraps. It holds the views and their states only while it steps, so
+                checkpoints have the flat states, and no view keeps a state that loading or offloading has replaced.
+            param_group: index in `inner.param_groups` of the group that the sub-group belongs to.
+            batches: lists of gradients, in the order of the parameters; `inner` steps once for each list.
         """
-        for count, copies in self.counts:  # only now, because sub-groups may share a count
+        for count, copies in self.counts:  # not earlier, because sub-groups may share a count
             torch._foreach_copy_(copies, [count] * len(copies))
         pairs = zip(self.views, self.states)
         for grads in batches:
@@ -60,17 +60,17 @@ class SubGroup:
                 for view, _ in batch:
                     view.grad = None
                     inner.state.pop(view, None)
-            last_state = batch[-1][1]  # FusedAdam counts in this one
+            last_state = batch[-1][1]  # FusedAdam increases the count of this one
             self.state.update({name: last_state[name] for name in self.numbers})
 
 
 def cast_batches(
     gradients: list[torch.Tensor], dtype: torch.dtype, scale: float, cast_bytes: int
 ) -> Iterator[list[torch.Tensor]]:
-    """Yield the gradients in `dtype` and divided by `scale`, in order.
+    """Yield the gradients, cast to `dtype` and divided by `scale`, in order.
 
-    Gradients that need no cast come as one batch. Others come in batches of about `cast_bytes` after the cast, and each
-    gradient is freed when it has been cast: the list is emptied.
+    Gradients that need no cast come as one batch. Others come in batches of about `cast_bytes` after the cast. The list
+    `gradients` is emptied, so that each gradient is freed after its cast.
     """
     batch, batch_cast_bytes = [], 0
     gradients.reverse()

@@ -1,23 +1,24 @@
-"""Taking over and giving back: how a DeepSpeed ZeRO-3 engine comes to train through zcompile, and how that ends.
+"""Taking over and giving back: how a DeepSpeed ZeRO-3 engine begins to train through zcompile, and how that ends.
 
-To *take over* an engine is to gather its parameters and reduce its gradients by zcompile from then on. To *give it
-back* is to let DeepSpeed do both again. An engine whose config has the flag (flag.py) is taken over at its first
-forward or `compile()`. It is given back when it is destroyed, or when something fails.
+After *taking over* an engine, zcompile gathers its parameters and reduces its gradients. After *giving it back*,
+DeepSpeed does both again. An engine whose config has a zcompile block (flag.py) is taken over at its first forward or
+`compile()`. It is given back when it is destroyed, or after a failure.
 
 [Note: what is taken over]
 ZeRO-3 keeps a flat partition of every parameter in `param.ds_tensor` and leaves `param.data` empty. Its optimizer
-changes the partitions in place and takes gradients of partitions. zcompile needs no more than that. It gathers from the
-partitions, over the same memory, and hands reduced gradients to the optimizer. While the engine is taken over, module
-hooks (which gather and release) and gradient hooks (which reduce) are gone. Everything else stays DeepSpeed's: loss
-scaling, clipping, accumulation, the order of the step, checkpoints, `GatheredParameters`.
+changes the partitions in place and takes gradients of partitions. This is all that zcompile needs. It gathers from the
+memory of the partitions, and passes reduced gradients to the optimizer. While the engine is taken over, DeepSpeed's
+module hooks (which gather and release) and gradient hooks (which reduce) are removed. Everything else stays
+DeepSpeed's: loss scaling, clipping, accumulation, the order of the step, checkpoints, `GatheredParameters`.
 
 [Note: what may fail]
-A failure must not end a training run that eager ZeRO-3 can go on with. Taking over, compiling, and a forward before the
-first gradient give the engine back if they fail. So does a hook on a parameter, at the next forward: it would see the
-whole gradient before it is reduced, which compiled code does not make. A later forward gives it back only if the
-compiler raises; other errors are the user's own, or a lack of memory. A backward raises, because only its caller can
-compute the loss again. A step that fails before the optimizer has begun gives the engine back, and DeepSpeed does that
-step. Ranks are expected to fail alike: one that fails alone leaves the others waiting until the timeout.
+A failure must not end a training run that eager ZeRO-3 can continue. If taking over, compiling, or a forward before the
+first gradient fails, zcompile gives the engine back. It also does so at the next forward after a program puts a hook on
+a parameter, because the hook expects the whole gradient before it is reduced, which compiled code does not make. A
+later forward gives the engine back only if the compiler raises; other errors are the user's own, or a lack of memory.
+An error in a backward is raised, because only the caller can compute the loss again. A step that fails before the
+optimizer has begun gives the engine back, and DeepSpeed does that step. Ranks are expected to fail alike: if only one
+fails, the others wait until the timeout.
 """
 
 import contextlib
@@ -63,10 +64,10 @@ class Takeover:
     given back (`given_back` is the reason). It is never taken over again.
     """
 
-    REPLACED = ("compile", "forward", "step", "destroy")  # methods of the engine that ones of here replace
+    REPLACED = ("compile", "forward", "step", "destroy")  # methods of the engine that this class replaces
 
     def __init__(self, engine: Any, options: Mapping[str, Any]):
-        """`engine` is a DeepSpeedEngine with ZeRO-3; `options` are those of the backend, and "artifact"."""
+        """`engine` is a DeepSpeedEngine with ZeRO-3; `options` are the backend's options, and "artifact"."""
         self.engine = engine
         self.original = type(engine)  # has DeepSpeed's own methods
         self.options = {name: value for name, value in options.items() if name != "artifact"}
@@ -76,19 +77,19 @@ class Takeover:
         self.state: ShardedModel | None = None
         self.given_back = ""  # the reason
         self.partitions: dict[int, Partition] = {}  # by `ds_id`
-        self.trained: set[int] = set()  # `ds_id`s of the parameters that the optimizer has
+        self.trained: set[int] = set()  # `ds_id`s of the parameters of the optimizer
         self.lean_step: LeanStep | None = None
-        self.delivered = False  # whether the optimizer was ever given a gradient
+        self.delivered = False  # whether the optimizer has ever got a gradient
         engine.zcompile = self
         for name in self.REPLACED:
             setattr(engine, name, getattr(self, name))
 
-    # --- What stands in for the engine's methods ---
+    # --- Replacements of the engine's methods ---
 
     def compile(
         self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        """Stands in for `DeepSpeedEngine.compile`: the backend is zcompile whatever is named."""
+        """Replaces `DeepSpeedEngine.compile`. The backend is always zcompile; `backend` is ignored."""
         if self.state is not None or self.given_back:
             return
         try:
@@ -98,11 +99,11 @@ class Takeover:
             self.fail("taking the engine over", error)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Stands in for `DeepSpeedEngine.forward`."""
+        """Replaces `DeepSpeedEngine.forward`; takes the engine over at the first call."""
         if self.state is None and not self.given_back:
             self.compile()
         parameters = [partition.parameter for partition in self.partitions.values() if self.state is not None]
-        if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters):  # put on it since
+        if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters):  # new ones
             self.fail("keeping the engine", RuntimeError(unsupported(self.engine)))
         if self.given_back:
             return self.original.forward(self.engine, *inputs, **kwargs)
@@ -115,25 +116,25 @@ class Takeover:
         return self.original.forward(self.engine, *inputs, **kwargs)
 
     def compiled_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a forward of the engine that gathers from its partitions as they are now."""
+        """Run a forward of the engine that gathers the current values of its partitions."""
         assert self.state is not None
         for partition in self.partitions.values():
             if partition.moved():
                 partition.state.follow_storage(partition)
         self.cache_across_microbatches(self.state)
-        # DeepSpeed edits partitions in ways that no version counter sees. By now, whoever edits partitions has done so.
+        # DeepSpeed edits partitions without incrementing version counters, but not between here and the gathers.
         for model in models_of(self.state):
             model.runtime.refresh()
         with self.hooks.around_forward(inputs, kwargs) as (inputs, kwargs):
             return self.original.forward(self.engine, *inputs, **kwargs)
 
     def cache_across_microbatches(self, state: ShardedModel) -> None:
-        """Cache up to `microbatch_cache_bytes` of gathered parameters from this step's first microbatch to its last."""
+        """Keep up to `microbatch_cache_bytes` of unsharded parameters from the step's first microbatch to its last."""
         engine, microbatch_cache_bytes = self.engine, self.options.get("microbatch_cache_bytes")
         if not microbatch_cache_bytes or engine.gradient_accumulation_steps() == 1:
             return
         first = engine.micro_steps % engine.gradient_accumulation_steps() == 0
-        # A program that marks the last microbatch itself, as accelerate does, may call `step` after that one alone.
+        # A program that marks the last microbatch itself, like accelerate, may call `step` only after that one.
         marks_last = getattr(engine, "_is_gradient_accumulation_boundary", None) is not None
         if first and state.microbatches.accumulates and not marks_last:
             end_accumulating(state)
@@ -141,7 +142,7 @@ class Takeover:
             begin_accumulating(state, microbatch_cache_bytes)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Stands in for `DeepSpeedEngine.step`. The optimizer's step makes what microbatches cached out of date.
+        """Replaces `DeepSpeedEngine.step`. If the optimizer steps, frees the parameters cached across microbatches.
 
         Raises:
             RuntimeError: ranks started different gathers and reduces, so the step would use wrong gradients.
@@ -158,7 +159,7 @@ class Takeover:
                 end_accumulating(self.state)
 
     def destroy(self) -> None:
-        """Stands in for `DeepSpeedEngine.destroy`."""
+        """Replaces `DeepSpeedEngine.destroy`; gives the engine back first."""
         self.give_back("the engine is destroyed", restore=False)
         self.original.destroy(self.engine)
 
@@ -171,9 +172,9 @@ class Takeover:
     # --- Taking over and giving back ---
 
     def take_over(self) -> None:
-        """Gather from the engine's partitions; all ranks together."""
+        """Take the engine over: gather from its partitions from now on. A collective call."""
         optimizer, reason = self.engine.optimizer, unsupported(self.engine)
-        if getattr(optimizer, "dp_process_group", None) is None:  # as of another class, on all ranks
+        if getattr(optimizer, "dp_process_group", None) is None:  # an optimizer of another class, on all ranks
             raise RuntimeError(reason)
         mesh = DeviceMesh.from_group(optimizer.dp_process_group, self.engine.device.type)
         with raised_on_all_ranks(mesh, REFUSED):
@@ -184,7 +185,7 @@ class Takeover:
         self.state = state = ShardedModel(mesh, machine_of(mesh))
         self.shard_engine(state)
         if LeanStep.is_possible(optimizer):
-            # Where gradients of several microbatches are added up, squares of each say nothing about their sum.
+            # If gradients of several microbatches are added up, squares of each do not give those of the sum.
             accumulates = self.engine.gradient_accumulation_steps() > 1
             squares = None if accumulates else ReducedSquares(models_of(state), self.partitions)
             self.lean_step = LeanStep(optimizer, self.fail, squares)
@@ -203,7 +204,7 @@ class Takeover:
             log.warning("zcompile: in the DeepSpeed config, %s", ignored)
 
     def shard_engine(self, state: ShardedModel) -> None:
-        """Make the engine's partitions those of `state`, and leaf modules its units; all ranks together."""
+        """Add the engine's partitions to `state`, and make leaf modules its units; a collective call."""
         model, mesh = self.engine.module, state.mesh
         leaves = leaf_modules(model) if mesh.size() > 1 else {}
         if leaves:
@@ -224,7 +225,7 @@ class Takeover:
         order_blocks(state, blocks)
 
     def add(self, state: ShardedModel, name: str, module: nn.Module, attribute: str, parameter: ZeroParameter) -> None:
-        """Make `module.attribute`, a ZeRO-3 parameter, one of `state`."""
+        """Add `parameter`, the ZeRO-3 parameter `module.attribute`, to `state`."""
         known = self.partitions.get(parameter.ds_id)
         if known is not None:  # tied
             known.add_owner(module, attribute, known.leaf)
@@ -239,7 +240,7 @@ class Takeover:
     def compile_modules(self, compile_kwargs: Mapping[str, Any]) -> None:
         """Compile the regions that were compiled with another backend before; if there are none, the whole module.
 
-        Of `compile_kwargs`, which are those of `torch.compile`, backend and options are ignored.
+        `compile_kwargs` are arguments of `torch.compile`; its "backend" and "options" are ignored.
         """
         compile_kwargs = {name: value for name, value in compile_kwargs.items() if name not in ("backend", "options")}
         if compile_kwargs.get("mode") in (None, "default"):
@@ -258,7 +259,7 @@ class Takeover:
                     "zcompile: %s is not used: it holds a whole module, and this program compiles %d regions.",
                     *(self.artifact, len(regions)),
                 )
-            # All regions share one backend object: Dynamo compiles again for another one.
+            # One backend object for all regions, because Dynamo recompiles for a different one.
             backend = functools.partial(compile_graph, options=dict(self.options))
             for region in regions or [module]:
                 region.compile(backend=backend, **compile_kwargs)
@@ -267,7 +268,7 @@ class Takeover:
 
     @torch.no_grad()
     def accept(self, partition: Partition, grad: torch.Tensor) -> None:
-        """Have the optimizer store or add a reduced gradient, [elements of the partition without padding]."""
+        """Let the optimizer store or add a reduced gradient, [elements of the partition without padding]."""
         parameter, optimizer = partition.parameter, self.engine.optimizer
         if parameter.ds_id not in self.trained:
             return
@@ -288,7 +289,7 @@ class Takeover:
             partition.let_reduce_add_to(self.lean_step.gradients[parameter.ds_id])
 
     def give_back(self, reason: str, restore: bool = True) -> None:
-        """Let DeepSpeed gather and reduce again. `restore` its hooks and buffers: a destroyed engine needs none."""
+        """Let DeepSpeed gather and reduce again. `restore` its hooks and buffers, unless it is destroyed."""
         if self.given_back:
             return
         self.given_back = reason
@@ -312,8 +313,9 @@ class Takeover:
 
 @contextlib.contextmanager
 def _without_deepspeeds_attributes(model: nn.Module) -> Iterator[None]:
-    """Around the making of an artifact, take from modules what DeepSpeed put there for its hooks: methods and local
-    classes. No forward reads them, and torch, which saves guards on modules, can pickle neither."""
+    """Context manager: remove the methods and local classes that DeepSpeed stored on modules for its hooks.
+
+    While an artifact is made, torch saves guards on modules, and can pickle neither. No forward reads them."""
     taken: list[tuple[nn.Module, str, Any]] = []
     for module in model.modules():
         for name, value in list(module.__dict__.items()):
@@ -327,7 +329,7 @@ def _without_deepspeeds_attributes(model: nn.Module) -> Iterator[None]:
 
 
 def unsupported(engine: Any) -> str:
-    """Why an engine that was made cannot be taken over; empty if it can."""
+    """Return the reason why an existing engine cannot be taken over, or ""."""
     optimizer = engine.optimizer
     if type(engine).__name__ != "DeepSpeedEngine":
         return f"a {type(engine).__name__} has a forward of its own"
@@ -341,9 +343,9 @@ def unsupported(engine: Any) -> str:
 
 
 def _let_timer_synchronize(engine: Any, synchronize: bool) -> None:
-    """Set whether DeepSpeed's throughput timer waits for the device, twice a step. A config that sets it is obeyed.
+    """Set whether DeepSpeed's throughput timer synchronises with the device, twice a step, unless the config sets it.
 
-    The step waits for the norm of the gradients in any case, so the timer's speeds are right without.
+    Each step waits for the norm of the gradients anyway, so the timer measures correctly without.
     """
     timer, config = engine.tput_timer, engine._config
     if "synchronized" not in config._param_dict.get("timers", {}).get("throughput", {}):

@@ -1,14 +1,14 @@
-"""accelerate, Trainer and TRL with models that zcompile shards: each class here stands in for the one of its name.
+"""accelerate, Trainer and TRL with models that zcompile shards: each class replaces the library's class of its name.
 
-Each is imported when it is first asked for, with the library that it needs.
+A class, and the library that it needs, is imported at its first use.
 
 [Note: accelerate's FSDP2 mode]
-accelerate has no interface for other ways to shard. What it does for FSDP2 is right for every model of DTensors:
-checkpoints by `torch.distributed.checkpoint`, a whole state dict on rank 0. So `Accelerator` says that it is of that
-mode, and does by itself what calls methods of FSDP2's modules: `prepare` and `no_sync`. Trainer, in turn, asks the
-accelerator for its mode. accelerate has the mode on GPUs only; here it is there on CPUs, too.
+accelerate has no interface for other ways to shard. But its code for FSDP2 works for every model of DTensors:
+checkpoints by `torch.distributed.checkpoint`, a whole state dict on rank 0. So `Accelerator` reports that mode, and
+overrides the methods that would call methods of FSDP2's modules: `prepare` and `no_sync`. Trainer reads the mode from
+the accelerator. accelerate has the mode on GPUs only; `Accelerator` has it on CPUs, too.
 
-What is used beside public methods of the three libraries is listed in docs/private-apis.md.
+docs/private-apis.md lists the private names of the three libraries that are used here.
 """
 
 import importlib
@@ -34,7 +34,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """The class of that name, whose module is imported now."""
+    """Import the module of class `name`, and return the class."""
     if name in _MODULES:
         return getattr(importlib.import_module(f"zcompile.integrations.huggingface.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

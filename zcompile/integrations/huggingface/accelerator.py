@@ -24,13 +24,13 @@ from zcompile.training.clip import clip_grad_norm_
 class Accelerator(accelerate.Accelerator):
     """`accelerate.Accelerator` whose `prepare` shards models over all ranks with `zcompile.shard`.
 
-    It takes the arguments of accelerate's, and `dynamo_backend="zcompile"`, or a `CompilePlugin` with options of that
+    It takes the same arguments, and also `dynamo_backend="zcompile"`, or a `CompilePlugin` with options of that
     backend. A model that `zcompile.shard` has sharded before, with options of its own, stays as it is.
     `save_state` writes one part per rank, which any number of ranks can load.
 
     Raises:
-        ValueError: another way to shard (FSDP, DeepSpeed, Megatron-LM), `parallelism_config`, fp16 or fp8, another
-            compile backend.
+        ValueError: arguments ask for another way to shard (FSDP, DeepSpeed, Megatron-LM), `parallelism_config`, fp16,
+            fp8 or another compile backend.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Accelerator(accelerate.Accelerator):
 
     @staticmethod
     def adopt(accelerator: accelerate.Accelerator, plugin: CompilePlugin) -> "Accelerator":
-        """Make one of accelerate's, which has prepared nothing yet, one of this class."""
+        """Change the class of accelerate's `accelerator`, which has prepared nothing yet, to this class."""
         accelerator.__class__ = Accelerator
         adopted = cast(Accelerator, accelerator)
         adopted.state.dynamo_plugin = plugin
@@ -66,20 +66,20 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """FSDP; see [Note: accelerate's FSDP2 mode]."""
+        """FSDP, unless DeepSpeed or Megatron-LM is set; see [Note: accelerate's FSDP2 mode]."""
         kind = self.state.distributed_type
         return kind if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) else DistributedType.FSDP
 
     @property
     def is_fsdp2(self) -> bool:
-        """True; see [Note: accelerate's FSDP2 mode]."""
+        """Always True; see [Note: accelerate's FSDP2 mode]."""
         return True
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Shard and compile models, and prepare the rest as accelerate does.
+        """Shard and compile models, and prepare the other arguments as accelerate does.
 
-        Optimizers that hold parameters of a model that is sharded now get the sharded ones, as with FSDP2. So they
-        must come in the same call as their model, or be built after it.
+        If an optimizer holds parameters of a model that this call shards, they are replaced by the sharded ones, as
+        with FSDP2. So pass an optimizer in the same call as its model, or build it afterwards.
 
         Raises:
             ValueError: an optimizer has taken steps already, or holds no parameter of the models.
@@ -95,7 +95,7 @@ class Accelerator(accelerate.Accelerator):
         prepared = [
             self._prepare_one(each, first_pass=True, device_placement=place) for each, place in zip(args, places)
         ]
-        prepared = [self._prepare_one(each) for each in prepared]  # schedulers, which need their optimizers prepared
+        prepared = [self._prepare_one(each) for each in prepared]  # schedulers, after their optimizers
         ours = (*self._dataloaders, *self._models, *self._optimizers, *self._schedulers)
         for each in prepared:
             if any(each is known for known in ours):
@@ -105,9 +105,9 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard a model that is not sharded yet; mixed precision and `torch.compile` are accelerate's.
+        """Shard `model` unless it is sharded; accelerate then applies mixed precision and `torch.compile`.
 
-        With `evaluation_mode`, it stays as it is: whole on each rank, or sharded.
+        With `evaluation_mode`, sharding is left out: the model stays whole on each rank, or sharded.
         """
         if not evaluation_mode:
             shard_once(model)
@@ -116,10 +116,10 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """As accelerate's.
+        """Prepare as accelerate does.
 
         Raises:
-            ValueError: it holds no parameter of the models that were prepared.
+            ValueError: `optimizer` holds no parameter of the models that were prepared.
         """
         trained = {id(parameter) for model in self._models for parameter in model.parameters()}
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -134,9 +134,9 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Around a micro-step that is not the last of its step: what is gathered stays unsharded until the last one.
+        """Keep gathered parameters unsharded until the step's last microbatch; wraps each microbatch but the last.
 
-        Gradients are reduced in each micro-step, so no rank holds more than its shards of them. `accumulate` calls it.
+        Gradients are reduced in each microbatch, so each rank holds only its shards of them. `accumulate` calls this.
         """
         if is_sharded(model):
             state = state_of(model)
@@ -148,7 +148,7 @@ class Accelerator(accelerate.Accelerator):
         yield
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """As accelerate's. That of the last micro-step reshards what was kept."""
+        """Run accelerate's; after the last microbatch, free the unsharded parameters that were kept."""
         super().backward(loss, **kwargs)
         if self.sync_gradients:
             self._end_caching()
@@ -163,11 +163,11 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """`zcompile.clip_grad_norm_`: one norm over all ranks, and over parameters of several meshes."""
+        """Clip by `zcompile.clip_grad_norm_`: one norm over all ranks, also with parameters over several meshes."""
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
     def free_memory(self, *objects: Any) -> Any:
-        """As accelerate's."""
+        """Run accelerate's, and free unsharded parameters that were kept."""
         self._end_caching()
         return super().free_memory(*objects)
 
@@ -177,7 +177,7 @@ def shard_once(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
 
     Raises:
         ValueError: an optimizer has taken steps with a parameter of `model`.
-        RuntimeError: no process group, parameters sharded by something else, or another of `zcompile.shard`.
+        RuntimeError: something else has sharded parameters of `model`; or see `zcompile.shard`.
     """
     if is_sharded(model):
         return
@@ -203,7 +203,7 @@ def shard_once(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
 
 
 def _places_in(optimizers: Iterable[Optimizer], names: dict[int, str]) -> list[tuple[list[torch.Tensor], int, str]]:
-    """List, index and name of each parameter of `names`, by id, that an optimizer holds."""
+    """Find each parameter in `names` (id -> name) that an optimizer holds: its list, index in the list, and name."""
     places = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:

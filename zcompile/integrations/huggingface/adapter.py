@@ -1,4 +1,4 @@
-"""What zcompile tells accelerate: plugins for sharding and compiling, and which settings are refused."""
+"""Plugins for accelerate that describe sharding and compiling, and the check of accelerate's settings."""
 
 import os
 from typing import Any
@@ -11,9 +11,9 @@ BACKEND = "zcompile"
 
 
 class ShardedPlugin(FullyShardedDataParallelPlugin):
-    """accelerate's FSDP2 plugin, of which only `state_dict_type` is read: how `save_state` writes shards.
+    """accelerate's FSDP2 plugin. Only `state_dict_type` has an effect: how `save_state` writes shards.
 
-    Every field that would be read from the environment has a value here, because zcompile shards, and not FSDP2.
+    All other fields have fixed values, so that none is read from the environment: zcompile shards, and not FSDP2.
     """
 
     def __init__(self, state_dict_type: str = "SHARDED_STATE_DICT") -> None:
@@ -29,12 +29,12 @@ class ShardedPlugin(FullyShardedDataParallelPlugin):
 
 
 class CompilePlugin(TorchDynamoPlugin):
-    """accelerate's plugin for `torch.compile`, whose list of backends has no "zcompile".
+    """accelerate's plugin for `torch.compile`, with the backend "zcompile", which accelerate's own does not accept.
 
     Args:
         backend: "zcompile", "no", or None for the environment variable ACCELERATE_DYNAMO_BACKEND.
         mode: an Inductor mode.
-        options: those of zcompile's backend.
+        options: options of zcompile's backend.
         fullgraph: whether a graph break is an error.
         dynamic: as in `torch.compile`.
 
@@ -57,7 +57,7 @@ class CompilePlugin(TorchDynamoPlugin):
                 f"{BACKEND!r}, or not at all ('no'): pass torch_compile_backend='{BACKEND}' to TrainingArguments, or "
                 f"dynamo_backend='{BACKEND}' to Accelerator."
             )
-        # accelerate compares the backend with NO alone.
+        # accelerate only checks whether the backend is NO.
         name = "NO" if wanted == "no" else "INDUCTOR"
         super().__init__(
             backend=DynamoBackend(name),
@@ -79,7 +79,7 @@ class CompilePlugin(TorchDynamoPlugin):
 
 
 def compile_plugin_of(plugin: TorchDynamoPlugin | None, backend: str | None) -> CompilePlugin:
-    """What compiles, from the two arguments of `accelerate.Accelerator`."""
+    """Make the `CompilePlugin` of the two arguments of `accelerate.Accelerator`."""
     if plugin is not None and backend is not None:
         raise ValueError("zcompile: pass either dynamo_plugin or dynamo_backend.")
     if isinstance(plugin, CompilePlugin):
@@ -90,7 +90,7 @@ def compile_plugin_of(plugin: TorchDynamoPlugin | None, backend: str | None) -> 
 
 
 def refuse_settings(accelerator: Accelerator) -> None:
-    """Refuse what an accelerator was told that zcompile does not do."""
+    """Raise ValueError for settings of `accelerator` that zcompile does not support."""
     state = accelerator.state
     rank = f"(rank {accelerator.process_index})"
     kind = state.distributed_type

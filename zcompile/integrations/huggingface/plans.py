@@ -1,4 +1,4 @@
-"""transformers' own plans for tensor and expert parallelism, with zcompile for what they leave to FSDP2."""
+"""transformers' own plans for tensor and expert parallelism, with zcompile in place of FSDP2."""
 
 import copy
 from typing import Any
@@ -16,28 +16,28 @@ from transformers.distributed.utils import TransformersDeviceMesh, initialize_di
 from zcompile.sharding.shard import shard
 from zcompile.state.placement import Placement
 
-# What a rank computes for such a parameter is a part of its gradient: that of this rank's heads.
+# Style of a parameter of which each rank computes only a part of the gradient, from its own attention heads.
 PARTIAL = "replicated_with_grad_allreduce"
 
 
 def distribute(model: PreTrainedModel, distributed_config: DistributedConfig, **options: Any) -> nn.Module:
-    """Spread `model` by its own plans for tensor and expert parallelism, and shard the rest, in place.
+    """Apply the plans of `model` for tensor and expert parallelism, then shard it with zcompile, in place.
 
-    As `from_pretrained(..., distributed_config=...)` does, with zcompile instead of FSDP2: dense layers are sharded
+    This is `from_pretrained(..., distributed_config=...)` with zcompile in place of FSDP2: dense layers are sharded
     over "fsdp", experts over "efsdp", and gradients are means over the `dp_replicate_size * fsdp_size` batches. Ranks
-    of one "tp" group train on one batch. Every rank keeps its part of its own values, as in `zcompile.shard`. The
-    model may be on the meta device.
+    of one "tp" group train on the same batch. Each rank keeps its slice of its own values, as with `zcompile.shard`.
+    The model may be on the meta device.
 
     Args:
         model: a model of transformers, on one device.
-        distributed_config: its sizes and plans. Their product must be the number of ranks.
-        options: of `zcompile.shard`, but for `mesh`, `shard_placement_fn` and `gradient_divide_factor`.
+        distributed_config: sizes and plans. The product of the sizes must be the number of ranks.
+        options: options of `zcompile.shard` other than `mesh`, `shard_placement_fn` and `gradient_divide_factor`.
 
     Returns:
         `model`. Its meshes are `model._mesh_manager.get_mesh(names)`, with transformers' names.
 
     Raises:
-        ValueError: pipeline parallelism, or what `distributed_config` asks of FSDP2 alone; a size without a plan.
+        ValueError: `distributed_config` has pipeline parallelism, a setting of FSDP2 alone, or a size without a plan.
         RuntimeError: the sizes do not fit the number of ranks.
     """
     _check(distributed_config, options)
@@ -73,15 +73,15 @@ def _check(config: DistributedConfig, options: dict[str, Any]) -> None:
 
 
 def _plans(model: PreTrainedModel, config: DistributedConfig) -> tuple[dict[str, str], dict[str, str]]:
-    """Name of a parameter or module -> style, of tensor and of expert parallelism."""
-    without_data = copy.copy(config)  # else a model must have a plan for FSDP2
+    """Return the plans of tensor and expert parallelism: name of a parameter or module -> style."""
+    without_data = copy.copy(config)  # without this, a model would need a plan for FSDP2
     without_data.fsdp_size = without_data.dp_replicate_size = 1
     tp_plan, ep_plan, _ = model._resolve_parallel_plans(without_data)
     return tp_plan, ep_plan
 
 
 def _local_parts(model: nn.Module, plan: dict[str, str]) -> set[str]:
-    """Names of parameters whose module computes with this rank's part of them while it trains."""
+    """Names of parameters whose module computes with their local tensors in training."""
     modules = dict(model.named_modules())
     names = set()
     with torch.enable_grad():
@@ -92,7 +92,7 @@ def _local_parts(model: nn.Module, plan: dict[str, str]) -> set[str]:
 
 
 def _mesh_of(meshes: TransformersDeviceMesh, config: DistributedConfig, name: str) -> Any:
-    """The mesh "fsdp" or "efsdp", behind its replicas if there are several."""
+    """The mesh "fsdp" or "efsdp"; 2-D, with the replicas first, if there are several replicas."""
     return meshes.get_mesh(name if config.dp_replicate_size == 1 else ("dp_replicate", name))
 
 
@@ -104,7 +104,7 @@ def _placements(
     partial: set[str],
     local: set[str],
 ) -> Any:
-    """The `shard_placement_fn`. Gradients of `partial` are sums over "tp" too, so it is sharded over that as well."""
+    """Make the `shard_placement_fn`. Gradients of `partial` are summed over "tp", too, so these are sharded over it."""
     every = meshes.get_mesh(("fsdp", "tp"))._flatten("fsdp_tp") if partial else None
     if every is not None and config.dp_replicate_size != 1:
         every = meshes.get_mesh(("dp_replicate", "fsdp_tp"))
@@ -121,7 +121,7 @@ def _placements(
 
 
 def _tell(model: Any, config: DistributedConfig, meshes: TransformersDeviceMesh) -> None:
-    """Let `model` know what `from_pretrained` would have told it, for `save_pretrained` and `generate`."""
+    """Set the attributes that `from_pretrained` would set, for `save_pretrained` and `generate`."""
     model.config.distributed_config = config
     model._mesh_manager, model._device_mesh = meshes, meshes.get_mesh(("pp", "fsdp", "tp"))
     model._is_distributed_loading_by_transformers = True

@@ -25,16 +25,16 @@ class TrainerMixin(_Base):
     format, which rank 0 writes.
 
     Raises:
-        ValueError: arguments that ask for FSDP or DeepSpeed, fp16, another compile backend, `auto_find_batch_size`, or
+        ValueError: arguments ask for FSDP, DeepSpeed, fp16, another compile backend, `auto_find_batch_size`, or
             `save_only_model` with `load_best_model_at_end`.
     """
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As Trainer's, with an accelerator that shards."""
+        """Run Trainer's, then exchange its accelerator for one that shards."""
         args = self.args
         _refuse_arguments(args)
         plugin = CompilePlugin(args.torch_compile_backend or "no", args.torch_compile_mode)
-        backend, args.torch_compile_backend = args.torch_compile_backend, "no"  # accelerate does not know ours
+        backend, args.torch_compile_backend = args.torch_compile_backend, "no"  # accelerate does not know "zcompile"
         try:
             super().create_accelerator_and_postprocess()
         finally:
@@ -43,22 +43,22 @@ class TrainerMixin(_Base):
         self.is_fsdp_enabled = True
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's.
+        """Run Trainer's, after a check of the checkpoint.
 
         Raises:
-            ValueError: the checkpoint was not written by a trainer of zcompile.
+            ValueError: neither a trainer of zcompile nor FSDP2 wrote the checkpoint.
         """
         if resume_from_checkpoint:
             _check_checkpoint(resume_from_checkpoint, self.args.output_dir)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's. A model that is not sharded yet is sharded first."""
+        """Run Trainer's, after sharding a model that is not sharded yet."""
         shard_once(cast(nn.Module, self.model))
         return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model in Hugging Face's format, from rank 0; all ranks call it."""
+        """Write the whole model in Hugging Face's format, on rank 0; a collective call."""
         plugin = self.accelerator.state.fsdp_plugin
         state_dict_type = plugin.state_dict_type
         plugin.set_state_dict_type("FULL_STATE_DICT")
@@ -73,7 +73,7 @@ class Trainer(TrainerMixin, transformers.Trainer):
 
 
 def _refuse_arguments(args: transformers.TrainingArguments) -> None:
-    """Refuse what a sharded model cannot do."""
+    """Raise ValueError for arguments that a sharded model does not support."""
     refused = {
         "fsdp": bool(args.fsdp),
         "deepspeed": bool(args.deepspeed),
@@ -99,7 +99,7 @@ def _refuse_arguments(args: transformers.TrainingArguments) -> None:
 def _check_checkpoint(checkpoint: str | bool, output_dir: str | None) -> None:
     folder = get_last_checkpoint(output_dir or "") if isinstance(checkpoint, bool) else checkpoint
     if folder is None or not os.path.isdir(folder):
-        return  # Trainer says what is missing
+        return  # Trainer raises its own error
     written = ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin")
     if not any(os.path.exists(os.path.join(folder, name)) for name in written):
         raise ValueError(
