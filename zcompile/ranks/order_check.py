@@ -58,7 +58,7 @@ class OrderCheck:
 
     Ranks that share shards have a log in common, and so have ranks that hold the same shard (replicas). An all-reduce
     (MAX) over the mesh has four numbers for each log: count, hash and their bitwise complements. The maximum of a
-    complement gives the minimum of its value, so ranks differ where maximum and minimum do.
+    complement gives the minimum of the value; ranks agree if maximum and minimum are equal.
 
     Args:
         group: a gloo group of all ranks of `mesh`.

@@ -122,7 +122,7 @@ def groups_of(mesh: DeviceMesh, for_units: bool = False) -> Groups:
     """Make the process groups for a new model over `mesh`; a collective call.
 
     Args:
-        for_units: whether they are for units, which share one group; see [Note: order of units] in units/order.py.
+        for_units: for units, whose gathers and reduces share a group; see [Note: order of units] in units/order.py.
     """
     gather = reduce = shard_group = shard_group_of(mesh)
     replicas = mesh.get_group(0) if mesh.ndim == 2 else None

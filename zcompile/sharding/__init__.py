@@ -1,1 +1,1 @@
-"""From a whole model to shards: who owns which piece, how modules read it, and what ranks agree on first."""
+"""From an unsharded model to shards: placements, a comparison of ranks' plans, and how modules read parameters."""

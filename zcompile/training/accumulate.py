@@ -18,10 +18,10 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
 
     Compiled graphs keep gathered parameters unsharded until the end of the `with` block, in the order in which they
     gather them, until the option `microbatch_cache_bytes` is used up. Peer to peer, cached shards are refreshed once.
-    Gradients accumulate as usual, but each microbatch puts a new tensor into `.grad`, so a reference to an earlier one
-    is not updated. With "each", results do not change, except that gradients of a parameter that several graphs read
-    are added in another order. All ranks must enter and leave at the same microbatches. Do not change parameters
-    inside: reads may return the old values until the end.
+    Gradients accumulate as usual, but each microbatch allocates new memory for them, so a local tensor that was taken
+    from `.grad` earlier is not updated. With "each", results do not change, except that gradients of a parameter that
+    several graphs read are added in another order. All ranks must enter and leave at the same microbatches. Do not
+    change parameters inside: reads may return the old values until the end.
 
     Args:
         reduce: when gradients are reduced; the same on all ranks.
@@ -48,7 +48,7 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
     """
     state = state_of(model)
     deferral = deferral_of(reduce, models_of(state))
-    if state.microbatches.accumulates:  # the enclosing `accumulate` ends it
+    if state.microbatches.accumulates:  # an enclosing `accumulate` does the work
         if reduce not in ("each", state.microbatches.reduce):
             raise ValueError(
                 f"zcompile: accumulate(reduce={reduce!r}) inside of accumulate(reduce={state.microbatches.reduce!r})"
@@ -83,7 +83,7 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
 
 
 def begin_accumulating(state: ShardedModel, microbatch_cache_bytes: int) -> None:
-    """Keep gathered parameters unsharded, up to `microbatch_cache_bytes`, and add up gradients in place.
+    """Keep gathered parameters unsharded, up to `microbatch_cache_bytes`, and let each reduce add to earlier gradients.
 
     Parameters must not change until `end_accumulating`. Those of other domains are gathered in each microbatch."""
     if state.block_order is not None:

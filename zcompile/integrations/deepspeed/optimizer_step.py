@@ -6,7 +6,7 @@ DeepSpeed's flat main parameter and states. The arithmetic is DeepSpeed's, and s
 
 - On a GPU, the norm may differ in its last bits, because it is summed in fp64 and in another order.
 - A fused Adam divides gradients by the scale itself. DeepSpeed multiplies them by the scale's inverse.
-- A parameter without a gradient in this step has zeros. DeepSpeed uses the gradient that an earlier step left behind.
+- A parameter without a gradient in this step has zeros. DeepSpeed uses that of an earlier step in its buffer.
 - With fp32 partitions, an edit of a partition lasts. DeepSpeed overwrites it from its main parameter, which is a copy.
 
 In fp16, the step stays DeepSpeed's, because its check for overflows reads DeepSpeed's buffer. An offloaded optimizer
