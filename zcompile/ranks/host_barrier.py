@@ -60,13 +60,13 @@ class Meeting:
                 raise RuntimeError(
                     f"zcompile: rank {dist.get_rank()} waits for the other ranks in {_PURPOSES[self.purpose]}, and "
                     f"rank {rank} of its mesh is in {_PURPOSES[purpose]}"
-                    f"{'' if model == self.number else ' of another model'}. All ranks must call the same, in one "
-                    "order."
+                    f"{'' if model == self.number else ' of another model'}. All ranks must make the same "
+                    "calls in the same order."
                 )
         return [theirs for _, _, theirs in answers]
 
     def _missing(self, error: RuntimeError) -> RuntimeError:
         return RuntimeError(
             f"zcompile: rank {dist.get_rank()} waited for the other ranks in {_PURPOSES[self.purpose]}, and not all "
-            f"came: a rank stopped, or does something else. {error}"
+            f"came: a rank stopped, or did not reach this call. {error}"
         )

@@ -107,8 +107,8 @@ class OrderWatch:
             return ""
         return (
             f"zcompile: rank {self.rank} can no longer gather and reduce, as {reason}: a rank ended, stopped, or did "
-            f"not come. The last that rank {self.rank} started is {last_of(runtime.order())}; rank {self.other}, when "
-            f"it last said so, had started {last_of(self.theirs)}."
+            f"not come. The last collective that rank {self.rank} started is {last_of(runtime.order())}; the last that "
+            f"rank {self.other} published is {last_of(self.theirs)}."
         )
 
     def compare(self, runtime: _C.Model) -> str:
@@ -200,7 +200,7 @@ def first_difference(said: Mapping[int, Marks]) -> str:
             )
         return (
             f"the first difference is between number {alike + 1} and number {number}, further back than the {RECENT} "
-            f"of which each rank has the names. How many there were is "
+            "whose names each rank keeps. Ranks have started these numbers of collectives: "
             f"{by_text({rank: str(count) for rank, count in last.items()})}"
         )
     return ""

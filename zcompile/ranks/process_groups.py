@@ -162,7 +162,7 @@ def all_gather_object(group: dist.ProcessGroup, value: Any) -> list:
         dist.all_gather_object(values, value, group=group)
     except RuntimeError as error:
         raise RuntimeError(
-            f"zcompile: rank {dist.get_rank()} waited for what the other ranks of its mesh say, and they did not "
-            f"answer: a rank stopped, or did not come. {error}"
+            f"zcompile: rank {dist.get_rank()} waited for an exchange with the other ranks of its mesh, and not "
+            f"all took part: a rank stopped, or did not reach this call. {error}"
         ) from error
     return values

@@ -140,8 +140,8 @@ def _parameters(parameters: dict[str, nn.Parameter]) -> Exception | None:
     for name, parameter in parameters.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             return TypeError(
-                f"zcompile.shard: parameter '{name}' has no shape yet (rank {rank}): it is of a lazy module, which "
-                "makes it in its first forward. Run one before zcompile.shard."
+                f"zcompile.shard: parameter '{name}' has no shape yet (rank {rank}): its module is lazy, and "
+                "gives it one in its first forward. Run a forward before zcompile.shard."
             )
         kind = subclass_of(parameter)
         if kind is not None and not has_hooks(parameter):

@@ -76,7 +76,7 @@ def fuse_optimizer(
     if offload == "states" and state.over_hosts:
         raise ValueError(
             "zcompile.fuse_optimizer: offload='states' is not possible with zcompile.shard(states='global'): main "
-            "parameters are pieces of the gathered shards, so each forward would read them from host memory. Take "
+            "parameters are parts of the shards that each forward reads, which would then read host memory. Take "
             "offload='moments'."
         )
     inner: Any = optimizer.step

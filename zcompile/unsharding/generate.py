@@ -120,9 +120,9 @@ class Generation:
         while running := [number for number in self.meet(done) if number >= _FOREIGN]:
             if running[0] not in self.recordings:
                 raise RuntimeError(
-                    f"zcompile: rank {dist.get_rank()} is through with generate(), in which other ranks call a module "
-                    "that it has not called. Generate inside of zcompile.unshard(model), where ranks may do as they "
-                    "like."
+                    f"zcompile: rank {dist.get_rank()} has finished generate(), and other ranks call a module in it "
+                    "that this rank has not called. Generate inside of zcompile.unshard(model), where ranks need not "
+                    "agree."
                 )
             self.replay(self.recordings[running[0]])
 
@@ -155,9 +155,9 @@ class Generation:
             )
         if len(running) > 1 or (running and through and (_FOREIGN in running or _DONE_WITHOUT_FORWARD in said)):
             raise RuntimeError(
-                f"zcompile: ranks call other modules in generate() (rank {dist.get_rank()}). All must call the "
-                "same modules in the same order, until each is through. Generate inside of zcompile.unshard(model), "
-                "where ranks may do as they like."
+                f"zcompile: ranks call different modules in generate() (rank {dist.get_rank()}). All must call the "
+                "same modules in the same order, until each has finished. Or generate inside of "
+                "zcompile.unshard(model), where ranks need not agree."
             )
 
     def replay(self, recording: Recording) -> None:
