@@ -1,1 +1,1 @@
-"""Passes on FX graphs: one idea, one function, one file. pipeline.py has their map, their order and the runner."""
+"""Passes on FX graphs: one effect, one function, one file. pipeline.py lists them in order and runs them."""

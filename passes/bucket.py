@@ -1,4 +1,4 @@
-"""Small transfers travel together."""
+"""Merge small transfers into groups."""
 
 from collections.abc import Iterable
 
@@ -29,13 +29,13 @@ def bucket(graph: Graph, gather_bytes: int, reduce_bytes: int) -> None:
 
     Why: a small transfer costs latency, not bandwidth.
 
-    How: a large transfer travels alone and does not end a group. So the first reader of a group waits for at most
-    `gather_bytes`, and of each dtype at most as much is unsharded early, or kept as gradients for long. Parameters of
-    other domains go over other process groups, and travel apart. The order in which parameters are read and their sizes
-    decide, and nothing else, so that ranks that see other sizes of batches decide alike. Each tensor keeps a wait of
-    its own.
+    How: a transfer larger than a group stays alone; smaller transfers after it may still join the group before it.
+    The limits bound how long the first reader of a group waits, and how many bytes are unsharded early or kept as
+    gradients. Domains use different process groups, so a group holds parameters of one domain. Groups depend only on
+    the order of reads and on parameter sizes, so ranks with different batch sizes form the same groups. Each tensor
+    keeps a wait of its own.
 
-    A gather that `regather` made is no part of a group: it must not come early. Nor is a reduce whose result the graph
+    Gathers that `regather` added stay alone, because they must not start early. So do reduces whose result the graph
     itself reads.
     """
     starts = calls(graph, GATHER_START)
@@ -49,9 +49,9 @@ def bucket(graph: Graph, gather_bytes: int, reduce_bytes: int) -> None:
 
 
 def _groups(starts: Iterable[Node], bucket_bytes: int) -> list[list[Node]]:
-    """Groups of two and more starts of one domain and dtype that fit into one bucket."""
+    """Return groups of at least two starts of the same domain and dtype, each of at most `bucket_bytes`."""
     groups: list[list[Node]] = []
-    # domain and dtype -> the group that the next may join, its bytes
+    # (domain, dtype) -> (the group that the next start may join, the bytes in it)
     open_groups: dict[tuple[int, torch.dtype], tuple[list[Node], int]] = {}
     for start in starts:
         start_bytes = transfer_bytes(start)
@@ -68,7 +68,7 @@ def _groups(starts: Iterable[Node], bucket_bytes: int) -> list[list[Node]]:
 
 
 def _merge_gathers(graph: Graph, group: list[Node]) -> None:
-    """One start, where the first of the group starts."""
+    """Replace the starts in `group` by one group start, at the place of the first."""
     shards = [start.args[0] for start in group]
     shapes = [list(args_of(start)[1]) for start in group]
     sizes = [size for shape in shapes for size in shape]
@@ -80,7 +80,7 @@ def _merge_gathers(graph: Graph, group: list[Node]) -> None:
 
 
 def _merge_reduces(graph: Graph, group: list[Node]) -> None:
-    """One start, where the last of the group starts, and all waits behind it."""
+    """Replace the starts in `group` by one group start, at the place of the last, and move all waits after it."""
     grads, shards = ([start.args[i] for start in group] for i in (0, 1))
     waits = [wait for start in group for wait in waits_of(start)]
     arguments = (grads, shards, *domain_args(group[-1]))

@@ -1,4 +1,4 @@
-"""Unsharded parameters may stay for the next microbatch."""
+"""Let unsharded parameters stay in memory for the next microbatch."""
 
 from torch.fx import Graph, Node
 
@@ -18,13 +18,15 @@ from zcompile.graph.ops import (
 def cache_across_microbatches(graph: Graph) -> None:
     """Rewrite `gather_start` as `gather_cached_start`, whose result the runtime may cache for later microbatches.
 
-    Why: parameters do not change between the microbatches of a step. One that is still unsharded need not travel again.
+    Why: parameters do not change between the microbatches of a step. One that is still unsharded need not be gathered
+    again.
 
-    How: a parameter qualifies if matmuls, norms, embeddings and pointwise nodes alone read it. One that the graph
-    returns does not, nor one that a node might write to, or read on a stream of its own: the result may have memory of
-    the transport, where `record_stream` has no effect. One that `save_for_backward` chose does, for backward is kept
-    from reusing its memory. Groups stay as they are, since they cost little. The runtime decides which of those that
-    qualify it caches: in the order in which they are gathered, as far as memory goes.
+    How: a gather qualifies if all its readers are matmuls, norms, embeddings or pointwise nodes. Other nodes might
+    write to the parameter, or read it on another stream; the result may be memory of the transport, where
+    `record_stream` has no effect. A parameter that the graph returns does not qualify, except one that
+    `save_for_backward` chose, because backward does not reuse its memory. Groups are not rewritten, since gathering
+    them again costs little. At run time, qualifying gathers are cached in the order in which they run, until the
+    cache's limit is reached.
     """
     for start in calls(graph, GATHER_START):
         wait = waits_of(start)[0]
@@ -33,7 +35,7 @@ def cache_across_microbatches(graph: Graph) -> None:
 
 
 def _only_reads(link: Node, reader: Node) -> bool:
-    """Whether `reader` cannot change the memory of `link`."""
-    if reader.op == "output":  # saved for backward, and not also a result
+    """Whether `reader` neither writes to the memory of `link` nor reads it on another stream."""
+    if reader.op == "output":  # saved for backward, and not also a result of the graph
         return link.meta.get(SAVED_FOR_BACKWARD, False) and nodes_in(reader.args).count(link) == 1
     return only_reads(reader)

@@ -1,4 +1,4 @@
-"""Gathers start before the user's collective that stands before their readers."""
+"""Start gathers before the model's own collective that precedes their readers."""
 
 from collections import Counter
 
@@ -16,15 +16,15 @@ from zcompile.graph.param_lifetimes import ParamLifetimes
 
 
 def cross_collectives(graph: Graph, gather_budget_bytes: int) -> None:
-    """Move each start of a gather before the last collective of the user's that stands before it.
+    """Move each start of a gather before the last of the model's own collectives that precedes it.
 
     Why: `prefetch` moves no gather across a collective, because its costs follow from batches, which differ between
-    ranks. Tensor and expert parallelism put collectives into the graph: an all-to-all to the experts and back. All
-    ranks must start those and the gathers in one order, else they wait for each other forever. But little compute could
-    hide a gather that starts between such an all-to-all and its reader.
+    ranks. Tensor and expert parallelism put collectives into the graph, such as an all-to-all to the experts and back.
+    All ranks must start these collectives and the gathers in the same order, or they wait for each other forever. But
+    between such an all-to-all and the reader of a gather there is little compute that could hide the gather.
 
-    How: by numbers that all ranks share, sizes of parameters and the order of the graph. A gather crosses one
-    collective. At most a quarter of the budget crosses each, in the order of the graph.
+    How: moves depend only on parameter sizes and the order of the graph, which all ranks share. A gather crosses one
+    collective. The gathers that cross a collective have at most a quarter of `gather_budget_bytes` together.
     """
     starts = calls(graph, GATHER_START, GATHER_GROUP_START)
     before = _collective_before(graph)
@@ -37,7 +37,7 @@ def cross_collectives(graph: Graph, gather_budget_bytes: int) -> None:
         collective = before.get(start)
         if collective is None or position[collective] < regathered_from.get(start, 0):
             continue
-        crossed_bytes[collective] += transfer_bytes(start)  # also if it stays: later ones then stay, too
+        crossed_bytes[collective] += transfer_bytes(start)  # counted even if it stays, so that later starts stay too
         if crossed_bytes[collective] > gather_budget_bytes // 4:
             continue
         items = started_tensors(start) if start.target is GATHER_GROUP_START else []
@@ -46,7 +46,7 @@ def cross_collectives(graph: Graph, gather_budget_bytes: int) -> None:
 
 
 def _collective_before(graph: Graph) -> dict[Node, Node]:
-    """For each node behind one of the user's collectives: the last of those before it."""
+    """Map each node to the last of the model's own collectives before it. Nodes before the first are left out."""
     before: dict[Node, Node] = {}
     last: Node | None = None
     for node in graph.nodes:

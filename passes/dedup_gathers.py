@@ -1,4 +1,4 @@
-"""One gather for each parameter and dtype."""
+"""Keep one gather for each parameter and dtype."""
 
 from torch.fx import Graph, Node
 
@@ -6,12 +6,12 @@ from zcompile.graph.ops import GATHER, args_of, calls, replace_and_erase
 
 
 def dedup_gathers(graph: Graph) -> None:
-    """Let every read of a parameter use the first gather of it.
+    """Let every read of a parameter use its first gather.
 
     Why: a model may read one parameter in several places, and each read is traced as a gather of its own. A later pass,
-    `regather`, decides how long the result lives.
+    `regather`, decides how long the unsharded parameter stays in memory.
 
-    How: two gathers are the same if shard, shape and dtype are.
+    How: two gathers are the same if they have the same shard, shape and dtype.
     """
     first_gather: dict[tuple, Node] = {}
     for gather in calls(graph, GATHER):

@@ -1,4 +1,4 @@
-"""Reduces are waited for late."""
+"""Wait for reduces later."""
 
 from collections import deque
 
@@ -16,16 +16,16 @@ from zcompile.graph.ops import (
 
 
 def defer_reduce_waits(graph: Graph, reduce_budget_bytes: int | None) -> None:
-    """Move waits of reduces after later starts, with at most `reduce_budget_bytes` of gradients on the way.
+    """Move waits of reduces after later starts, with at most `reduce_budget_bytes` of gradients in flight.
 
-    Why: backward does not read its reduced gradients, so the wire may work on them while the device computes. A budget
-    is needed since a gradient keeps its memory until it is waited for.
+    Why: backward does not read its reduced gradients, so transfers can overlap with compute. The budget is needed
+    because a gradient keeps its memory until its wait.
 
-    How: a queue, first in, first out. At least one reduce is on the way, however large. A reduced gradient that the
-    graph itself reads is waited for where it is.
+    How: waits follow in the order of the starts. One reduce may be in flight even if it exceeds the budget. The wait of
+    a reduced gradient that the graph itself reads does not move.
 
     Args:
-        reduce_budget_bytes: None stands for the default of `reduce_budget`.
+        reduce_budget_bytes: most bytes of gradients in flight. None: the default of `reduce_budget`.
     """
     budget_bytes = reduce_budget(graph, reduce_budget_bytes)
     pending: deque[Node] = deque()

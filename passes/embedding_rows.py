@@ -1,4 +1,4 @@
-"""Of an embedding, the rows that a batch reads travel; of its gradient, the rows that the batch wrote."""
+"""Transfer only those rows of an embedding, and of its gradient, that a batch uses."""
 
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from zcompile.graph.ops import (
 )
 
 ADD_ROWS = aten.index_put.default
-ADD_MASKED_ROWS = aten._unsafe_masked_index_put_accumulate.default  # what torch has in its place since 2.13
+ADD_MASKED_ROWS = aten._unsafe_masked_index_put_accumulate.default  # used by torch 2.13 and later instead
 
 
 def embedding_rows(graph: Graph, link: Link, fused: bool = True) -> None:
@@ -33,18 +33,18 @@ def embedding_rows(graph: Graph, link: Link, fused: bool = True) -> None:
     Rewrites `embedding(gather(shard), i)` as `gather_rows(shard, i)`, and `reduce(zeros with rows added at i)` as
     `reduce_rows(rows, i)`.
 
-    Why: a batch reads few rows of a large vocabulary, so most of the matrix and of its dense gradient need not travel.
+    Why: a batch reads few rows of a large vocabulary, so most of the matrix and of its gradient need no transfer.
 
-    How: rows are gathered only over a transport that reads them from peers' memory. A collective would first have to
-    agree on all rows that ranks read, so there the whole matrix comes, and a plan can hide it. Gradients become rows
-    over every transport. Where the wire needs a dense gradient, `reduce_rows` makes it of the rows at the width of the
-    wire; the graph would have made it in fp32.
+    How: rows are gathered only over a transport that reads peers' memory. With collectives, ranks would first have to
+    exchange the indices that they read, so they gather the whole matrix, which `prefetch` can hide. Gradients are
+    reduced as rows over every transport. Where the transport needs a dense gradient, `reduce_rows` builds it from the
+    rows in the dtype of the transfer; the graph would have built it in fp32.
 
     Args:
-        link: says which transport it is.
-        fused: whether Inductor runs the graph. Inductor decomposes an embedding's backward and rounds as `reduce_rows`
-            does. The op that it decomposes rounds otherwise. Only a graph that is planned but never run contains that
-            op when `fused` is true.
+        link: names the transport.
+        fused: whether Inductor compiles the graph. Inductor decomposes `embedding_dense_backward`, with the rounding of
+            `reduce_rows`; undecomposed, the op rounds differently and is not rewritten. If `fused` is true, only a
+            graph that is planned and never run still contains the op, and it is rewritten there.
     """
     if link.wire.transport == "p2p":
         for gather in calls(graph, GATHER):
@@ -54,7 +54,7 @@ def embedding_rows(graph: Graph, link: Link, fused: bool = True) -> None:
 
 
 def _gather_rows(graph: Graph, gather: Node) -> None:
-    if len(gather.users) != 1:  # with two readers, the whole matrix comes once for both
+    if len(gather.users) != 1:  # two readers share one gather of the whole matrix
         return
     (embedding,) = gather.users
     if embedding.target is not aten.embedding.default or embedding.args[0] is not gather:
@@ -62,7 +62,7 @@ def _gather_rows(graph: Graph, gather: Node) -> None:
     arguments = (*gather.args[:3], embedding.args[1], *domain_args(gather))
     rows = insert(graph, embedding, GATHER_ROWS, *arguments, like=embedding)
     rows.meta |= {key: embedding.meta[key] for key in ("recompute", "ac_graph_id") if key in embedding.meta}
-    rows.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)  # or sizes would decide which gathers backward has
+    rows.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)  # else sizes would decide which gathers backward has
     replace_and_erase(graph, embedding, rows)
     graph.erase_node(gather)
 
@@ -83,18 +83,18 @@ def _reduce_rows(graph: Graph, reduce: Node, fused: bool) -> None:
 
 
 class _AddedRows(NamedTuple):
-    """The gradients of rows that are added to zeros."""
+    """Gradients of rows that the graph adds to a table of zeros."""
 
     grad: Node  # gradients, of shape [*indices.shape, width]
-    indices: Node  # the row that each of them is added to
-    # If indices may be negative and then count from the end, the number of rows; else None.
+    indices: Node  # the row of the table to which each gradient is added
+    # The number of rows if negative indices count from the end of the table; None if no index is negative.
     table_rows: int | None = None
-    mask: Node | None = None  # which indices count, or which do not; None if all count
-    mask_counts: bool = True  # whether `mask` says which indices count
+    mask: Node | None = None  # selects the indices that count, or those that do not; None if all count
+    mask_counts: bool = True  # whether `mask` is true for the indices that count
 
 
 def _added_rows(dense: Node, fused: bool) -> _AddedRows | None:
-    """The rows of which `dense` is made, if an embedding's backward or the gradient of `table[i]` did; else None."""
+    """Return the rows that `dense` sums, if it is the gradient of an embedding or of `table[i]`; else None."""
     if fused and dense.target is aten.embedding_dense_backward.default:
         grad, indices, _, padding_index, scale_by_frequency = args_of(dense)
         return _AddedRows(grad, indices) if padding_index < 0 and not scale_by_frequency else None
@@ -126,7 +126,7 @@ def _added_rows(dense: Node, fused: bool) -> _AddedRows | None:
 
 
 def _indices_to_reduce(graph: Graph, before: Node, rows: _AddedRows) -> Node:
-    """Indices as `reduce_rows` takes them: none counts from the end; one that does not count (padding) is negative."""
+    """Insert nodes that make negative indices count from the table's start, and set those to ignore (padding) to -1."""
     indices = rows.indices
     if rows.table_rows is not None:
         is_negative = insert(graph, before, aten.lt.Scalar, indices, 0, like=before)
@@ -141,7 +141,7 @@ def _indices_to_reduce(graph: Graph, before: Node, rows: _AddedRows) -> Node:
 
 
 def _without_last_dimension(node: Node) -> Node | None:
-    """What `node` unsqueezes by one dimension at the end; None if it does not."""
+    """Return the input of `node` if `node` unsqueezes a last dimension; else None."""
     if node.target is not aten.unsqueeze.default or node.args[1] not in (-1, value(node).dim() - 1):
         return None
     return args_of(node)[0]

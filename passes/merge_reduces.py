@@ -1,4 +1,4 @@
-"""One reduce for each parameter."""
+"""Keep one reduce for each parameter."""
 
 from torch.fx import Graph, Node
 
@@ -8,10 +8,10 @@ from zcompile.graph.ops import REDUCE, args_of, aten, calls, insert, replace_and
 def merge_reduces(graph: Graph) -> None:
     """Rewrite `reduce(a) + reduce(b)` as `reduce(a + b)`.
 
-    Why: a parameter that is read twice has two gradients, which travel once if they are added before the wire.
+    Why: a parameter that is read twice has two gradients; added before the transfer, they are transferred once.
 
-    How: both reduces must be to one shard, and nothing but the addition may read them. Sums of more than two merge pair
-    by pair.
+    How: both reduces must be to the same shard, and only the addition may read them. Sums of more than two reduces
+    merge pair by pair.
     """
     for add in calls(graph, aten.add.Tensor):
         terms = args_of(add)

@@ -1,4 +1,4 @@
-"""Parameters travel at the width at which they are read."""
+"""Gather parameters in the dtype in which they are read."""
 
 from torch.fx import Graph, Node
 
@@ -16,12 +16,11 @@ from zcompile.graph.ops import (
 
 
 def narrow_gathers(graph: Graph) -> None:
-    """Let a gather give the narrower dtype to which all its readers cast, and erase the casts.
+    """Gather in the narrower dtype to which all readers of a gather cast, and erase the casts.
 
-    Why: the shard is cast before the wire, so fewer bytes travel and fewer stay in memory.
+    Why: the shard is cast before the transfer, so fewer bytes are transferred and kept in memory.
 
-    How: all readers must cast to the same dtype. An upcast, such as that of a router's weight to fp32, stays where it
-    is.
+    How: all readers must cast to the same dtype. Casts to a wider dtype, such as of a router's weight to fp32, stay.
     """
     for gather in calls(graph, GATHER):
         casts = narrowing_casts(gather)
@@ -36,7 +35,7 @@ def narrow_gathers(graph: Graph) -> None:
 
 
 def narrowing_casts(gather: Node) -> list[Node]:
-    """The casts that read `gather`, if every reader is a cast and all are to one narrower dtype; else none.
+    """Return the casts that read `gather` if every reader casts to the same narrower dtype; else an empty list.
 
     Nodes that only move elements may stand between the gather and a cast: experts' weights are read as `index -> cast`.
     """

@@ -1,4 +1,4 @@
-"""Gradients travel at the width at which they arrive."""
+"""Reduce gradients in the dtype in which they are computed."""
 
 from torch.fx import Graph, Node
 
@@ -8,10 +8,10 @@ from zcompile.graph.ops import REDUCE, SCATTERS, args_of, calls, infer, is_movem
 def narrow_reduces(graph: Graph) -> None:
     """Rewrite `reduce(move(upcast(x)))` as `reduce(move(x))`.
 
-    Why: a reduce sums in fp32 in any case, so an upcast before it only makes more bytes travel.
+    Why: a reduce sums in fp32 anyway, so an upcast before it only adds bytes to the transfer.
 
-    How: `move` is any number of nodes that only move elements or scatter them into zeros. Each must have one reader,
-    for its dtype changes. Such nodes commute with the cast.
+    How: `move` is a chain of nodes that only move elements or scatter them into zeros; such nodes commute with the
+    cast. Each must have one reader, because its dtype changes.
     """
     for reduce in calls(graph, REDUCE):
         links: list[Node] = []

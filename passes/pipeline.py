@@ -1,6 +1,6 @@
-"""Which passes run, in which order; and the runner, which knows nothing of any of them.
+"""Lists the passes in the order in which they run, and runs them.
 
-The docstring of each pass says its effect, why, and how. To add a pass: CONTRIBUTING.md.
+The docstring of each pass says its effect, why, and how. CONTRIBUTING.md says how to add a pass.
 """
 
 import logging
@@ -37,48 +37,49 @@ Pass = Callable[[Graph], None]
 
 
 def joint_passes(plan: Plan) -> tuple[Pass, ...]:
-    """Passes on the joint graph of forward and backward, in order, without those that the plan disables."""
+    """Return the enabled passes on the joint graph of forward and backward, in order."""
     return _enabled(
         plan.disabled,
-        dedup_gathers,  # a parameter travels once
-        merge_reduces,  # a gradient travels once
-        narrow_gathers,  # fewer bytes travel and stay
+        dedup_gathers,  # a parameter is gathered once
+        merge_reduces,  # a gradient is reduced once
+        narrow_gathers,  # fewer bytes are transferred and kept
         narrow_reduces,  # a reduce sums in fp32 anyway
         partial(embedding_rows, link=plan.link, fused=plan.fused),  # a batch reads few rows of a vocabulary
         partial(tag_recompute, saves_readers=plan.activation_memory_budget == 1.0),  # else parameters would be saved
-        # Backward has nothing yet to hide its first gathers behind.
+        # At its beginning, backward has no compute that could hide a gather.
         partial(save_for_backward, save_for_backward_bytes=plan.save_for_backward_bytes),
     )
 
 
 def schedule_passes(plan: Plan) -> tuple[Pass, ...]:
-    """Passes on a forward or a backward, in order, without those that the plan disables.
+    """Return the enabled passes on a forward or a backward graph, in order.
 
-    A bucket of gathers takes at most an eighth of the budget, for each dtype. `regather` leaves half of the budget, so
-    there is room to start other gathers early beside it.
+    A group of gathers takes at most an eighth of `gather_budget_bytes`, for each dtype. `regather` leaves half of the
+    budget unused, so there is room for a group and for other gathers that start early.
     """
     budget_bytes = plan.gather_budget_bytes
     gather_bucket_bytes = min(plan.bucket_bytes, budget_bytes // 8)
     keeps_budget = not {"sink_gathers", "regather"} & set(plan.disabled)
     return _enabled(
         plan.disabled if keeps_budget else (*plan.disabled, "warn_over_budget"),
-        narrow_gathers,  # backward may read in bf16 what forward reads in fp32 too
-        free,  # no gather starts late behind a weight gradient
-        sink_gathers,  # parameters are unsharded no longer than needed
-        partial(regather, gather_budget_bytes=budget_bytes),  # they stay within the budget
-        narrow_gathers,  # one of two gathers that were one may now be narrower
+        narrow_gathers,  # backward alone may read a parameter in bf16 that forward also reads in fp32
+        free,  # weight gradients do not delay the starts of gathers
+        sink_gathers,  # parameters stay unsharded no longer than needed
+        partial(regather, gather_budget_bytes=budget_bytes),  # unsharded parameters stay within the budget
+        narrow_gathers,  # a gather and its repetition have fewer readers each, so one may now be narrower
         split_collectives,  # start and wait can move apart
-        partial(bucket, gather_bytes=gather_bucket_bytes, reduce_bytes=plan.bucket_bytes),  # small ones cost latency
-        partial(cross_collectives, gather_budget_bytes=budget_bytes),  # transfers hide, on all ranks alike
-        partial(prefetch, link=plan.link, gather_budget_bytes=budget_bytes, fused=plan.fused),  # transfers hide
-        partial(defer_reduce_waits, reduce_budget_bytes=plan.reduce_budget_bytes),  # transfers hide
-        partial(warn_over_budget, gather_budget_bytes=budget_bytes),  # a user should report it
+        # Small transfers cost latency.
+        partial(bucket, gather_bytes=gather_bucket_bytes, reduce_bytes=plan.bucket_bytes),
+        partial(cross_collectives, gather_budget_bytes=budget_bytes),  # overlap that is the same on all ranks
+        partial(prefetch, link=plan.link, gather_budget_bytes=budget_bytes, fused=plan.fused),  # gathers overlap
+        partial(defer_reduce_waits, reduce_budget_bytes=plan.reduce_budget_bytes),  # reduces overlap
+        partial(warn_over_budget, gather_budget_bytes=budget_bytes),  # the user should report an excess
         cache_across_microbatches,  # parameters do not change between microbatches
     )
 
 
 def pass_name(graph_pass: Pass) -> str:
-    """The name of a pass: that of its function, also where some of its arguments are bound."""
+    """Return the name of the function that is the pass, or that `partial` binds."""
     return getattr(graph_pass, "func", graph_pass).__name__
 
 
@@ -87,13 +88,12 @@ def _enabled(disabled: Collection[str], *passes: Pass) -> tuple[Pass, ...]:
 
 
 def run_passes(graph: Graph, passes: Sequence[Pass]) -> None:
-    """Run `passes` in order, and verify the graph after each. At the end verify widths too, if `narrow_gathers` ran.
+    """Run `passes` in order, and verify the graph after each; see zcompile/passes/verify.py.
 
-    `TORCH_LOGS="+zcompile"` logs what each pass changes. The graph after each pass is an artifact of `TORCH_TRACE`, for
-    tlparse.
+    `TORCH_LOGS="+zcompile"` logs the changes by each pass. `TORCH_TRACE` saves the graph after each pass, for tlparse.
 
     Raises:
-        VerificationError: a pass left a graph that breaks an invariant. Names the pass and the node.
+        VerificationError: the graph after a pass breaks an invariant; names the pass and the node.
     """
     _trace_graph(graph, "before")
     for graph_pass in passes:
@@ -111,7 +111,7 @@ def run_passes(graph: Graph, passes: Sequence[Pass]) -> None:
 
 
 def _logged_counts(graph: Graph) -> Counter[str]:
-    """How many calls there are of each target; nothing unless somebody logs it."""
+    """Count the calls of each target; return no counts if debug logging is off."""
     nodes = graph.nodes if log.isEnabledFor(logging.DEBUG) else ()
     return Counter(str(node.target) for node in nodes if node.op == "call_function")
 

@@ -1,4 +1,4 @@
-"""Gathers start ahead of their readers, as late as still hides them."""
+"""Start gathers early enough that compute hides them, and no earlier."""
 
 from bisect import bisect_right
 from collections import Counter
@@ -20,23 +20,23 @@ from zcompile.graph.ops import (
 )
 from zcompile.graph.param_lifetimes import ParamLifetimes
 
-# A transfer starts earlier than it must, by this share of its own time and this many seconds. Costs are estimates. An
-# early start costs a little memory; a late one makes every rank wait.
+# Because costs are estimates, a transfer starts earlier than computed, by this share of its own time plus this many
+# seconds. A start that is too early costs a little memory; a start that is too late makes every rank wait.
 EARLY_SHARE, EARLY_S = 0.5, 30e-6
 
 
 def prefetch(graph: Graph, link: Link, gather_budget_bytes: int, fused: bool = True) -> None:
     """Move each start of a gather up, until the compute between it and its first reader takes as long as the transfer.
 
-    Why: compute waits for a gather that starts late, and one that starts early takes memory.
+    Why: a gather that starts late makes compute wait, and a gather that starts early takes memory.
 
-    How: the wire serves one gather after the other, so each must also be done when the next must begin. In backward
-    gathers share the wire with reduces. Starts keep their order. A gather starts later than that where unsharded
-    parameters would take more than `ParamLifetimes.bound_bytes`; and where a parameter is gathered again, after the
-    last reader of the gather before. None crosses a collective of the user's; see `cross_collectives`.
+    How: the link transfers one gather after the other, so each gather must also end before the next must begin. In
+    backward, gathers share the link with reduces. Starts keep their order. A gather starts later where unsharded
+    parameters would otherwise exceed `ParamLifetimes.bound_bytes`. A parameter that is gathered again starts after the
+    last reader of its previous gather. No gather crosses one of the model's own collectives; see `cross_collectives`.
 
     Args:
-        link: what to compute times of transfers and of compute from.
+        link: rates of the device and of transfers.
         gather_budget_bytes: most bytes of unsharded parameters; see `ParamLifetimes.bound_bytes`.
         fused: whether pointwise nodes fuse, as under Inductor.
     """
@@ -59,22 +59,22 @@ def prefetch(graph: Graph, link: Link, gather_budget_bytes: int, fused: bool = T
 
 
 class _Needs(NamedTuple):
-    """What a transfer needs to be hidden, in seconds of compute since the graph's beginning."""
+    """Times of a transfer that compute hides. Points in time are seconds of compute since the graph's start."""
 
     begins_s: float  # the latest time at which it may begin
-    reader_s: float  # when its first reader comes
-    takes_s: float
+    reader_s: float  # when its first reader runs
+    takes_s: float  # how long the transfer takes
 
 
 def _needs(
     graph: Graph, starts: list[Node], link: Link, position: dict[Node, int], before_s: list[float]
 ) -> list[_Needs]:
-    """For each start, with one transfer at a time on the wire. `before_s`: the compute before each position."""
+    """Return the needs of each start, with one transfer at a time. `before_s[i]`: seconds of compute before node i."""
     gather_s = sum(transfer_s(start, link) for start in starts)
     reduce_s = sum(transfer_s(start, link) for start in calls(graph, *REDUCE_STARTS))
     slowdown = 1.0 + reduce_s / gather_s if gather_s else 1.0
     needs: list[_Needs] = []
-    begins_s = float("inf")  # of the next transfer
+    begins_s = float("inf")  # of the transfer after `start`
     for start in reversed(starts):
         takes_s = slowdown * transfer_s(start, link)
         reader_s = before_s[min(position[wait] for wait in waits_of(start))]
@@ -91,23 +91,25 @@ def _goals(
     bound_bytes: int,
     fixed: list[int],
 ) -> list[int]:
-    """For each start, the position before which it should stand: rising, and never behind where it stands.
+    """Return for each start the position before which to move it: ascending, and never after its own position.
 
     Args:
-        fixed: positions of nodes that no start crosses, rising.
+        fixed: positions of nodes that no start crosses, ascending.
     """
     position = lifetimes.liveness.position
     unsharded_bytes = lifetimes.unsharded_bytes()
-    bytes_of: Counter[Node] = Counter()  # a start -> what it adds to `unsharded_bytes`
+    bytes_of: Counter[Node] = Counter()  # a start -> the bytes that it adds to `unsharded_bytes`
     for lifetime in lifetimes.lifetimes:
         bytes_of[lifetime.start] += 0 if lifetime.returned else lifetime.nbytes
     regathered_from = lifetimes.regathered_from()
     goal = next(i for i, node in enumerate(lifetimes.liveness.nodes) if node.op != "placeholder")
     goals: list[int] = []
-    waited_s = 0.0  # how long compute has waited for the wire by now
-    wire_free_s = 0.0  # when the wire is free, in compute and waiting
+    waited_s = 0.0  # how long compute has waited for transfers so far
+    wire_free_s = 0.0  # when the last transfer ends, in seconds of compute plus waiting
     for start, need in zip(starts, needs, strict=True):
-        queued_s = wire_free_s - waited_s - need.takes_s  # started before that, it would wait for the wire in memory
+        queued_s = (
+            wire_free_s - waited_s - need.takes_s
+        )  # started earlier, it would take memory while it waits for the link
         earliest_s = max(need.begins_s, queued_s) - EARLY_SHARE * need.takes_s - EARLY_S
         i = position[start]
         behind = fixed[bisect_right(fixed, i) - 1] + 1 if fixed and fixed[0] < i else 0

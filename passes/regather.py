@@ -1,4 +1,4 @@
-"""Unsharded parameters stay within the budget: what is read again much later is gathered again."""
+"""Reshard parameters that are read again much later, to keep unsharded parameters within the budget."""
 
 import heapq
 from bisect import bisect_right
@@ -16,9 +16,9 @@ def regather(graph: Graph, gather_budget_bytes: int) -> None:
     Why: a parameter that is read early and late would otherwise stay unsharded throughout. The other half of the budget
     is for gathers that `prefetch` starts early.
 
-    How: where there is no room for the next read, the parameter whose own next reader is farthest is resharded (L. A.
-    Belady, A study of replacement algorithms for a virtual-storage computer, 1966). The order of readers and bytes
-    decide, and nothing else, so that ranks that see other sizes decide alike.
+    How: if the next read does not fit, reshard the parameter whose own next reader is farthest (L. A. Belady, A study
+    of replacement algorithms for a virtual-storage computer, 1966). The choice depends only on the order of readers and
+    on parameter bytes, so ranks with different batch sizes choose alike.
     """
     position = {node: i for i, node in enumerate(graph.nodes)}
     reads = {
@@ -31,11 +31,11 @@ def regather(graph: Graph, gather_budget_bytes: int) -> None:
 
 
 def regather_points(reads: dict[Node, list[int]], capacity_bytes: int, last: int) -> dict[Node, list[int]]:
-    """For each gather whose parameter is resharded between readers, positions of readers before which it runs again.
+    """Map each gather that has to run again to the positions of the readers before which it does.
 
     Args:
-        reads: gather -> positions of its readers, rising.
-        capacity_bytes: most bytes that may be unsharded between two reads.
+        reads: gather -> positions of its readers, ascending.
+        capacity_bytes: most bytes of parameters that may stay unsharded between two reads.
         last: position of the output; a parameter whose next reader is the output is never resharded.
     """
     gathers_read_at: dict[int, list[Node]] = defaultdict(list)
@@ -73,7 +73,7 @@ def regather_points(reads: dict[Node, list[int]], capacity_bytes: int, last: int
 
 
 def _gather_again(graph: Graph, gather: Node, points: list[int], position: dict[Node, int]) -> None:
-    """Serve the readers from each of `points` on by a copy of the gather's chain, placed directly before them."""
+    """Let readers from each of `points` on read a copy of the gather and its chain, placed directly before them."""
     links = chain(gather)
     inside = set(links)
     copies: dict[tuple[int, Node], Node] = {}  # (number of the copy, link) -> the link's copy

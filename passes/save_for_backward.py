@@ -1,4 +1,4 @@
-"""Backward finds some parameters unsharded, as forward left them."""
+"""Keep some parameters unsharded from forward to backward."""
 
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
@@ -22,22 +22,21 @@ from zcompile.graph.ops import (
 def save_for_backward(graph: Graph, save_for_backward_bytes: int | None) -> None:
     """Save the parameters that forward reads last, instead of gathering them again in backward.
 
-    Why: backward reads them first, and has no compute yet to hide a gather behind.
+    Why: backward reads them first, when it has no earlier compute that could hide a gather.
 
-    How: a gather costs about the same for each byte, and what is read last is saved for the shortest time. So the best
-    choice for a number of bytes is the end of forward's order. All ranks choose alike, since the order and bytes
-    decide.
+    How: every byte costs about the same to gather, and the parameter that is read last is saved for the shortest time.
+    So save parameters in the reverse order of their last reads in forward, as many as fit. All ranks choose alike,
+    since only this order and parameter bytes matter.
 
-    With a number given, the transport owns the memory of what is saved, so that a rank's own piece needs no copy. The
-    transport keeps that memory, also at the end of backward, where a model's peak may be. The few parameters of the
-    default are freed before gradients take as much, and so add nothing to the peak. The transport never owns what a
-    custom op reads, in forward or in backward: that op may read on a stream of its own.
+    If `save_for_backward_bytes` is a number, saved parameters are in memory of the transport, so that this rank's own
+    piece needs no copy. The transport keeps this memory even at the end of backward, where a model's peak may be. By
+    default, few parameters are saved, and torch frees them before gradients take as much, so the peak does not rise.
+    Parameters that a custom op reads are never in memory of the transport, because the op may use another stream.
 
     Args:
-        save_for_backward_bytes: most bytes to save. Default, if the graph computes the loss: those of the largest
-            parameter, and an eighth more for small ones that are read after it. Backward then begins where forward
-            ends. Default for other graphs: 0, since other graphs of the model, or the loss, come between forward and
-            backward.
+        save_for_backward_bytes: most bytes to save. None, for a graph that computes the loss: the bytes of the largest
+            parameter, and an eighth more for small ones that are read after it. None, for other graphs: 0, because
+            other graphs or the loss run between this forward and its backward.
     """
     last_read = _last_read_in_forward(graph)
     budget_bytes = save_for_backward_bytes
@@ -54,9 +53,9 @@ def save_for_backward(graph: Graph, save_for_backward_bytes: int | None) -> None
 
 
 def _last_read_in_forward(graph: Graph) -> dict[Node, int]:
-    """For each gather that both forward and backward read: the position of forward's last reader.
+    """Map each gather that forward and backward both read to the position of its last reader in forward.
 
-    A parameter that the graph returns is not among them: it is the user's.
+    Parameters that the graph returns are left out, because the user holds them.
     """
     position = {node: i for i, node in enumerate(graph.nodes)}
     backward = backward_nodes(graph)
@@ -72,7 +71,7 @@ def _last_read_in_forward(graph: Graph) -> dict[Node, int]:
 
 
 def _save(graph: Graph, gather: Node, in_transport_memory: bool) -> None:
-    """Mark the gather. Its name says so too, since caches of compiled graphs go by a graph's text, without `meta`."""
+    """Mark the gather in `meta`, and in its name, because keys of torch's caches contain names but not `meta`."""
     name = "persistent" if in_transport_memory else "saved"
     with graph.inserting_before(gather):
         saved = graph.create_node("call_function", GATHER, args_of(gather), name=name)

@@ -1,4 +1,4 @@
-"""Gathers stand directly before their first readers."""
+"""Place gathers directly before their first readers."""
 
 from torch.fx import Graph, Node
 
@@ -9,10 +9,10 @@ def sink_gathers(graph: Graph) -> None:
     """Place each gather and its chain directly before the first node that computes with it.
 
     Why: an unsharded parameter should live no longer than it is used. AOTAutograd places gathers where the model first
-    touches the parameter. `prefetch` later moves starts up again, by as much as a transfer takes.
+    touches the parameter. `prefetch` later moves starts up again, by the time that the transfer takes.
 
-    How: go through the graph in order. Before each node outside all chains, place those links that it needs and that
-    have no place yet.
+    How: go through the graph in order. Before each node outside all chains, place the links of chains that it needs,
+    unless they are already placed.
     """
     floating = {link for gather in calls(graph, GATHER) for link in chain(gather)}
     placed: set[Node] = set()

@@ -1,4 +1,4 @@
-"""Each collective becomes a start and a wait."""
+"""Split each collective into a start and a wait."""
 
 from torch.fx import Graph
 
@@ -21,11 +21,11 @@ from zcompile.graph.ops import (
 def split_collectives(graph: Graph) -> None:
     """Rewrite each `gather` as `gather_start`, `gather_wait`, and each `reduce` as `reduce_start`, `reduce_wait`.
 
-    Why: later passes move start and wait apart, so that the device computes while the wire transfers.
+    Why: later passes move start and wait apart, so that transfers overlap with compute.
 
-    How: nothing stands between the two yet. The wait is the node that was there, and the start gets its fake value. So
-    for Inductor no reader and no storage changes; otherwise Inductor would infer all nodes behind them again. A
-    `reduce_wait` takes the gradient too, which keeps its memory alive until the transfer is done.
+    How: the wait directly follows the start. The existing node becomes the wait, and the start gets its fake value, so
+    no reader and no storage changes for Inductor, which would otherwise infer all later nodes again. A `reduce_wait`
+    also takes the gradient, which keeps the gradient's memory alive until the transfer ends.
     """
     for gather in calls(graph, GATHER):
         start = insert(graph, gather, GATHER_START, *gather.args, like=gather, fake=gather.meta["val"])

@@ -1,4 +1,4 @@
-"""Backward gathers parameters again instead of having them saved."""
+"""Gather parameters again in backward instead of saving them."""
 
 import operator
 from collections.abc import Sequence
@@ -28,25 +28,25 @@ from zcompile.graph.ops import (
 from zcompile.graph.segments import Segment
 from zcompile.options import TRAINABLE
 
-TORCHS = ("aten", "prims", "inductor_prims")  # namespaces of ops without effects that their schemas do not name
-SAVED_READER = "zcompile_saved_reader"  # in the `meta` of a reader that is tagged here to be saved
+TORCHS = ("aten", "prims", "inductor_prims")  # namespaces of ops whose schemas declare all their effects
+SAVED_READER = "zcompile_saved_reader"  # key in `meta` of a reader that `tag_recompute` tagged to be saved
 LOOKUPS = {aten.index.Tensor, aten.index_select.default, aten.embedding.default, aten.take.default}
 
 
 def tag_recompute(graph: Graph, saves_readers: bool = True) -> None:
     """Tag every gather and its chain to run again in backward.
 
-    Why: the partitioner would save them for backward otherwise, and a saved view pins the whole unsharded parameter. A
-    dequantized weight is wider than what was gathered.
+    Why: the partitioner would save them for backward otherwise, and a saved view pins the whole unsharded parameter.
 
-    How: the tag is the one of activation checkpointing, in `meta["recompute"]`. What is made of quantized parameters
-    alone has it, too. A reader of a parameter that backward does not read (a bias, say) gets the opposite tag: to run
-    it again would cost a gather for an addition, and sizes would decide which gathers a backward has, though ranks need
-    not share sizes. Users' own tags of readers stay.
+    How: the tag is that of activation checkpointing, in `meta["recompute"]`. Nodes computed from quantized parameters
+    alone get it too, because a dequantized weight is wider than the gathered one. If backward does not read a parameter
+    (a bias, for example), its readers in forward are tagged to be saved: running one again would cost a gather for an
+    addition, and activation sizes, which may differ between ranks, would decide which gathers backward has. Users' own
+    tags of readers stay.
 
     Args:
-        saves_readers: whether such readers get that tag, or lose it. Not under a budget of activations, for which
-            sizes decide.
+        saves_readers: whether to tag such readers. If false, remove these tags: under an activation memory budget,
+            torch's partitioner decides by sizes.
     """
     for node in graph.nodes if not saves_readers else ():
         if node.meta.pop(SAVED_READER, False):
@@ -70,11 +70,11 @@ def tag_recompute(graph: Graph, saves_readers: bool = True) -> None:
 
 
 def save_stateful(graph: Graph) -> bool:
-    """Tag random nodes and custom ops to be saved for backward, and return whether there is one.
+    """Tag random nodes and custom ops to be saved for backward. Returns whether the graph has one.
 
-    Why: under a budget of activations, torch's partitioner may run one again in backward, which draws other numbers, or
-    has another state. A node that activation checkpointing runs again keeps its tag: it gets the generator's state
-    back.
+    Why: under an activation memory budget, torch's partitioner may run such a node again in backward, where it would
+    draw other numbers or find another state. A node that activation checkpointing runs again keeps its tag, because
+    checkpointing restores the generator's state.
     """
     again = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
     backward = backward_nodes(graph)
@@ -89,21 +89,21 @@ def save_stateful(graph: Graph) -> bool:
 
 
 def save_readers_of_written(graph: Graph) -> None:
-    """Tag nodes to be saved for backward that read inputs which forward writes to, such as buffers.
+    """Tag readers of inputs that forward writes to, such as buffers, to be saved for backward.
 
-    Why: torch's partitioner may run one again in backward, where the input has its new value.
+    Why: torch's partitioner may run a reader again in backward, where the input already has its new value.
     """
     for node in _readers_of_written(graph):
         node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
 
 
 def recompute_segments(segments: Sequence[Segment], stride: int) -> None:
-    """Tag each of `segments` to run again in backward, and each `stride`-th of their cuts to be saved.
+    """Tag the nodes of `segments` to run again in backward, and every `stride`-th of the cuts to be saved.
 
-    Users' own tags stay, and random numbers and results of custom ops are saved; see `save_stateful`. Only torch's own
-    ops run again, since others, such as custom ops and collectives, may have effects or state. Nor do nodes that write
-    to their arguments, nodes whose result has a size that depends on data, since other nodes name that size, and
-    readers of inputs that forward writes to, which backward would read as written.
+    Nodes with a user's tag keep it. Nodes that cannot safely run again are not tagged: random nodes; ops other than
+    torch's own, such as custom ops and collectives, which may have effects or state; nodes that write to their
+    arguments; nodes whose result has a data-dependent size, because other nodes refer to this size; and readers of
+    inputs that forward writes to, because backward would read the new value.
     """
     changed = _readers_of_written(segments[0][0][0].graph) if segments else set()
     for i, (nodes, cut) in enumerate(segments):
@@ -116,7 +116,7 @@ def recompute_segments(segments: Sequence[Segment], stride: int) -> None:
 
 
 def _may_run_again(node: Node) -> bool:
-    if node.target is operator.getitem:  # runs where its tuple does
+    if node.target is operator.getitem:  # runs again if the node that returns the tuple does
         return _may_run_again(args_of(node)[0])
     if _has_own_tag(node) or _is_random(node) or "unbacked_bindings" in node.meta or not result_bytes(node):
         return False
@@ -125,7 +125,7 @@ def _may_run_again(node: Node) -> bool:
 
 
 def _is_custom(node: Node) -> bool:
-    """Whether `node` is a custom op, or one that has graphs."""
+    """Whether `node` calls an op that is neither torch's nor zcompile's, such as a custom op or one with subgraphs."""
     if node.target is operator.getitem:
         return _is_custom(args_of(node)[0])
     known = (*TORCHS, "zcompile", "_c10d_functional", "_c10d_functional_autograd")
@@ -133,7 +133,7 @@ def _is_custom(node: Node) -> bool:
 
 
 def _readers_of_written(graph: Graph) -> set[Node]:
-    """Nodes that compute from inputs that forward writes to, such as buffers."""
+    """Return the nodes that read inputs that forward writes to, such as buffers; directly or through views."""
     context, inputs = TracingContext.try_get(), graph.find_nodes(op="placeholder")
     metadata = None if context is None else context.fw_metadata
     written = {inputs[i] for i in metadata.mutated_inp_runtime_indices} if metadata is not None else set()
@@ -146,12 +146,12 @@ def _readers_of_written(graph: Graph) -> set[Node]:
 
 
 def _has_own_tag(node: Node) -> bool:
-    """Whether the user has tagged `node`, by activation checkpointing, or a pass all uses of it."""
+    """Whether `node` has a tag that `tag_recompute` did not set to save a reader, such as one of the user's."""
     return "recompute" in node.meta and not node.meta.get(SAVED_READER)
 
 
 def _is_random(node: Node) -> bool:
-    """Whether `node` draws random numbers. Attention has torch's tag for that, and draws some for dropout alone."""
+    """Whether `node` draws random numbers. Attention does so, in spite of its tag, only with dropout."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     options = {argument.name for argument in cast(torch._ops.OpOverload, node.target)._schema.arguments}
@@ -159,12 +159,12 @@ def _is_random(node: Node) -> bool:
 
 
 def _dequantized(graph: Graph) -> list[Node]:
-    """Gathers of dtypes that do not train, and nodes that are made of them and of other parameters alone.
+    """Return gathers of dtypes that do not train, and nodes computed from them and other parameters alone.
 
-    A lookup of packed values in a table, whose result has the shape of the weight, counts, whatever the table is.
-    Matmuls do not, nor does what is random.
+    Dequantization may look packed values up in a table; the table need not be a parameter. Matmuls and random nodes
+    are never part of dequantization.
     """
-    found: dict[Node, bool] = {  # of parameters alone -> whether one of them is quantized
+    found: dict[Node, bool] = {  # nodes computed from parameters alone -> whether one of these parameters is quantized
         gather: value(gather).dtype not in TRAINABLE for gather in calls(graph, GATHER)
     }
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""Checks of what every graph must hold after every pass. They are cheap enough to run in every compile."""
+"""Checks of the invariants that every graph satisfies after every pass. They are cheap and run in every compile."""
 
 import functools
 import logging
@@ -31,16 +31,19 @@ log = logging.getLogger("zcompile")
 
 
 class VerificationError(AssertionError):
-    """A pass of zcompile produced a wrong graph: a bug in zcompile, never in the user's model."""
+    """A pass produced a wrong graph. This is a bug in zcompile, not in the user's model."""
 
 
 def verify(graph: Graph, after: str) -> None:
     """Check that each parameter has one gather and one reduce, and that each start is waited for exactly once.
 
-    A parameter may be gathered again when its first gather's result is dead. `after` names the pass that has just run.
+    A parameter may be gathered again after the last reader of its previous gather.
+
+    Args:
+        after: the name of the pass that has just run.
 
     Raises:
-        VerificationError: names the pass and the first offending node.
+        VerificationError: a check fails; names the pass and the first node that breaks the invariant.
     """
     _verify_gathers(graph, after)
     _verify_reduces(graph, after)
@@ -56,7 +59,7 @@ def _verify_gathers(graph: Graph, after: str) -> None:
         gathers += [(tensor, (shard, dtype)) for tensor, shard in zip(tensors, shards, strict=True)]
     for wait in calls(graph, GATHER_WAIT):
         _require(wait.args[0] in started, after, wait, "waits for something that is no gather")
-    liveness = functools.cache(lambda: Liveness(graph, fused=False))  # seldom needed
+    liveness = functools.cache(lambda: Liveness(graph, fused=False))  # computed only if a parameter is gathered twice
     last: dict[object, Node] = {}
     for node, parameter in gathers:
         if parameter in last:
@@ -78,21 +81,21 @@ def _verify_reduces(graph: Graph, after: str) -> None:
         _require(tensor in grad_of, after, wait, "waits for something that is no reduce")
         _require(grad_of[tensor] is grad, after, wait, "must hold the gradient that its start reads")
     reduced: set[object] = set()
-    for node, shard in reduces if after != "dedup_gathers" else ():  # merge_reduces, which follows it, makes this true
+    for node, shard in reduces if after != "dedup_gathers" else ():  # true only after the next pass, merge_reduces
         _require(shard not in reduced, after, node, "reduces a parameter again")
         reduced.add(shard)
 
 
 def verify_widths(graph: Graph) -> None:
-    """Check that no parameter travels wider than its readers need."""
+    """Check that no parameter is gathered in a wider dtype than its readers need."""
     for node in calls(graph, GATHER, GATHER_WAIT):
         _require(not narrowing_casts(node), "all", node, "is wider than its readers")
 
 
 def warn_over_budget(graph: Graph, gather_budget_bytes: int) -> None:
-    """Warn where more bytes of parameters are unsharded than `ParamLifetimes.bound_bytes` of the budget.
+    """Warn where unsharded parameters take more bytes than `ParamLifetimes.bound_bytes`.
 
-    It is no reason to stop a user's training.
+    It does not raise, because results are right and training can go on.
     """
     lifetimes = ParamLifetimes(graph)
     bound_bytes = lifetimes.bound_bytes(gather_budget_bytes)
@@ -111,7 +114,11 @@ def warn_over_budget(graph: Graph, gather_budget_bytes: int) -> None:
 def verify_partition(forward: GraphModule, num_outputs: int) -> None:
     """Check that forward saves no unsharded parameter, nor a view of one, except those that `save_for_backward` chose.
 
-    Its outputs after the first `num_outputs` are saved for backward.
+    Args:
+        num_outputs: number of outputs of `forward` before those that are saved for backward.
+
+    Raises:
+        VerificationError: names the first node that is saved by mistake.
     """
     unsharded = {link for gather in calls(forward.graph, GATHER) for link in chain(gather)}
     outputs = args_of(forward.graph.output_node())[0]
@@ -123,7 +130,7 @@ def verify_partition(forward: GraphModule, num_outputs: int) -> None:
 
 
 def _waited_once(start: Node, after: str, count: int, wait: Any) -> list[Node]:
-    """The `count` tensors of `start`, in order. Each must have one user, a call of `wait`."""
+    """Return the `count` tensors of `start`, in order, after a check that the only user of each is a call of `wait`."""
     tensors = started_tensors(start)
     _require(len(tensors) == count, after, start, f"must start {count} tensors")
     for tensor in tensors:
