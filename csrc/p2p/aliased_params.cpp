@@ -14,7 +14,7 @@ namespace zcompile::cuda {
 
 namespace {
 
-// `stream` goes on when what `other` has been given by now is done.
+// Makes `stream` wait for all work issued to `other` so far.
 void wait_for(const std::optional<c10::cuda::CUDAStream>& other, const c10::cuda::CUDAStream& stream) {
   if (!other || *other == stream) return;
   c10::cuda::CUDAEvent event;
@@ -28,7 +28,7 @@ AliasedParams::~AliasedParams() { synchronize(device_); }
 
 void* AliasedParams::take(const void* shard, int64_t bytes, const OwnPages& own) {
   constexpr size_t max_mappings = 8;  // of one shard
-  // Memory that is mapped while a graph is captured is there before the graph runs.
+  // A mapping that is created during a capture exists before the graph runs, so the capture may allow it.
   const c10::cuda::CUDAStreamCaptureModeGuard may_map(cudaStreamCaptureModeRelaxed);
   std::lock_guard lock(mutex_);
   auto* mapping = find_free(shard, own);
@@ -38,7 +38,7 @@ void* AliasedParams::take(const void* shard, int64_t bytes, const OwnPages& own)
     try {
       mappings.push_back(map(bytes, own));
     } catch (const c10::OutOfMemoryError&) {
-      return nullptr;  // memory that torch's allocator has cached may do
+      return nullptr;  // the caller may find memory in the cache of torch's allocator
     }
     mapping = mappings.back().get();
     by_address_[mapping->range.begin()] = mapping;
@@ -87,12 +87,12 @@ void AliasedParams::release(void* unsharded) {
   try {
     if (!HostEffects::is_recording()) wait_for(mapping.stream, c10::cuda::getCurrentCUDAStream(device_.index()));
     wait_for_readers_locked();
-  } catch (const std::exception&) {  // the device has failed, which whoever uses it next is told
+  } catch (const std::exception&) {  // the device has failed; the next call on it raises
   }
   mark(mapping, false);
 }
 
-// A profiler sees it as memory of which no allocator has a total.
+// Also reports the memory to profilers, without the totals of an allocator.
 void AliasedParams::mark(Mapping& mapping, bool in_use) {
   mapping.in_use = in_use;
   for (const auto page : mapping.pages) is_free_[page] = !in_use;
@@ -116,7 +116,8 @@ void AliasedParams::wait_for_readers() {
   wait_for_readers_locked();
 }
 
-// A captured graph has one stream, and starts after earlier readers: ShardCache::enter_graph.
+// During a capture there is nothing to wait for: a graph has one stream, and starts after earlier readers
+// (ShardCache::enter_graph).
 void AliasedParams::wait_for_readers_locked() {
   if (HostEffects::is_recording()) return;
   const auto current = c10::cuda::getCurrentCUDAStream(device_.index());

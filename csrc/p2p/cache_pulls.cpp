@@ -11,10 +11,10 @@ namespace zcompile::cuda {
 
 namespace {
 
-constexpr size_t small_bytes = 1 << 20;  // up to here, a copy beside compute costs more time than it saves
-// Of a pull that ranks start together, at the least. The same on all ranks.
+constexpr size_t small_bytes = 1 << 20;  // up to this size, a copy that overlaps with compute costs more than it saves
+// A pull of more bytes begins with a barrier. The bytes are the same on all ranks.
 constexpr size_t min_bytes_for_barrier = 1 << 20;
-// Of own pieces that are copied with what peers have, at the most: what an aliased parameter has beside its pages.
+// Own pieces of at most this size, such as the parts beside aliased pages, are copied with the pieces of peers.
 constexpr size_t max_own_bytes_with_peers = 4 << 20;
 
 }  // namespace
@@ -31,7 +31,7 @@ CachePulls::CachePulls(
       own_(take_quiet_stream()) {}
 
 CachePulls::~CachePulls() {
-  // It may yet read what is freed now. It is not a lane, which would have been waited for.
+  // The stream may still read memory that is freed now. It is not a lane, so the watchdog has not waited for it.
   cudaStreamSynchronize(own_.stream());
 }
 
@@ -71,7 +71,7 @@ CachePulls::Copies CachePulls::copies_of(const std::vector<Pull>& pulls) const {
   return copies;
 }
 
-// This rank's piece; of an aliased parameter, what does not fill its pages.
+// Copies of this rank's own piece, without the pages that are aliased.
 std::vector<Copy> CachePulls::copies_of_own(const CachedShard& shard, char* to) const {
   const auto rank = context_.rank();
   const auto begin = rank * shard.bytes(), end = begin + shard.param->length_of(rank) * shard.element_bytes();
@@ -85,18 +85,18 @@ std::vector<Copy> CachePulls::copies_of_own(const CachedShard& shard, char* to) 
   return copies;
 }
 
-// `event` is recorded when the copies are done. `param`: which one, for an error.
+// Records `event` after the copies. `param`: index of the parameter, for an error.
 void CachePulls::pull_by_engines(Copies copies, int64_t param, c10::cuda::CUDAEvent& event) {
   const auto& lane_stream = lane().stream();
   await_group(copies.group);
-  // Whatever used the memory of the unsharded parameters before is done.
+  // Wait for earlier users of the memory of the unsharded parameters.
   event.record(c10::cuda::getCurrentCUDAStream());
   event.block(lane_stream);
   if (signals_.start_together() && copies.bytes > min_bytes_for_barrier) {
     signals_.start_pull([this] { return (progress_.refreshes << 16) + ++started_; }, lane(), param);
   }
   const bool apart = copies.own_bytes > max_own_bytes_with_peers;
-  const auto& own_stream = in_backward() ? own_ : work_.stream();  // in backward, `work` waits for peers' gradients
+  const auto& own_stream = in_backward() ? own_ : work_.stream();  // in backward, `work` waits for gradients of peers
   if (apart) {
     progress_.written[copies.group].block(own_stream);
     event.block(own_stream);
@@ -126,7 +126,7 @@ c10::cuda::CUDAEvent CachePulls::read_rows(const GatherRowsRequest& request, con
   return event;
 }
 
-// Launches what reads cached shards by itself, in compute's order: where that costs less than a copy beside it.
+// Launches a kernel that reads cached shards on the compute stream, which costs less than a copy on another stream.
 void CachePulls::read_here(uint32_t group, const std::function<cudaError_t(cudaStream_t)>& launch) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   progress_.written[group].block(stream);

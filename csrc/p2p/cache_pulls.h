@@ -1,8 +1,8 @@
-// Reads cached shards, this rank's and its peers', into unsharded parameters.
+// Copies cached shards, this rank's and its peers', into unsharded parameters.
 //
-// Copy engines pull what is large, on copy streams. A kernel in compute's order reads what is small, where that costs
-// less than a copy beside compute. A gather may begin before a refresh has ended: it waits for those groups of
-// the refresh that it reads (RefreshProgress).
+// Copy engines pull large shards on copy streams. A kernel on the compute stream reads small shards, which costs less
+// than a copy on another stream. A gather may begin before a refresh has ended: it waits only for those groups of the
+// refresh that it reads (RefreshProgress).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,16 +24,16 @@
 
 namespace zcompile::cuda {
 
-// How far the cache is refreshed.
+// Progress of a refresh of the cached shards.
 struct RefreshProgress {
-  uint32_t refreshes = 0;  // that have begun
-  // By group: all ranks have written it.
+  uint32_t refreshes = 0;  // number of refreshes that have begun
+  // By group: recorded after all ranks have written it.
   std::vector<c10::cuda::CUDAEvent> written = std::vector<c10::cuda::CUDAEvent>(refresh_groups);
 };
 
 struct Pull {
   const CachedShard* shard;
-  at::Tensor destination;  // padded, or rows
+  at::Tensor destination;  // the padded unsharded parameter, or rows of it
 };
 
 class CachePulls {
@@ -45,23 +45,23 @@ class CachePulls {
   CachePulls(const CachePulls&) = delete;
   CachePulls& operator=(const CachePulls&) = delete;
 
-  // Start to fill unsharded parameters, or some rows of one. The event that they return is recorded behind that.
+  // Start to fill unsharded parameters, or some rows of one. Return an event recorded after the copies.
   c10::cuda::CUDAEvent pull(const std::vector<Pull>& pulls);
   c10::cuda::CUDAEvent read_rows(const GatherRowsRequest& request, const CachedShard& shard);
 
-  // `stream` goes on when all that was pulled until now has arrived.
+  // Makes `stream` wait for all pulls so far.
   void finish(const c10::cuda::CUDAStream& stream);
-  // Copies are about to be written again.
+  // Called before a refresh writes the cached shards.
   void start_refresh() { arrived_ = started_ = 0; }
   Lane& lane() { return lane_; }
   const c10::cuda::CUDAStream& own_stream() const { return own_; }
-  void renew_events();  // as of Reducer
+  void renew_events();  // see Reducer
 
  private:
   struct Copies {
     std::vector<Copy> of_peers, of_own;
     size_t bytes = 0, own_bytes = 0;
-    uint32_t group = 0;  // the last that they read
+    uint32_t group = 0;  // the last group of the refresh that they read
   };
 
   Copies copies_of(const std::vector<Pull>& pulls) const;
@@ -76,11 +76,11 @@ class CachePulls {
   AliasedParams& aliased_;
   RefreshProgress& progress_;
   std::shared_ptr<EventPool> pool_;
-  Lane lane_;  // copies of what peers have
-  c10::cuda::CUDAStream own_;  // copies of large own pieces in backward, which would hold up pulls behind them
-  c10::cuda::CUDAEvent read_;  // what kernels in compute's order have read of cached shards until now
-  uint32_t arrived_ = 0;  // groups of this refresh that the lane has waited for
-  uint32_t started_ = 0;  // pulls of this refresh that ranks started together
+  Lane lane_;  // copies from peers
+  c10::cuda::CUDAStream own_;  // copies large own pieces in backward, where they would delay later pulls
+  c10::cuda::CUDAEvent read_;  // recorded after the last kernel on the compute stream that reads cached shards
+  uint32_t arrived_ = 0;  // number of groups of this refresh for which the lane has waited
+  uint32_t started_ = 0;  // number of pulls since this refresh that began with a barrier
 };
 
 }  // namespace zcompile::cuda

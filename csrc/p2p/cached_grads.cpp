@@ -48,7 +48,7 @@ void CachedGrads::refresh() {
 }
 
 void CachedGrads::move_out() {
-  reducer_.finish(c10::cuda::getCurrentCUDAStream());  // what is still being written is written
+  reducer_.finish(c10::cuda::getCurrentCUDAStream());  // wait for reduces that still write gradients
   for (const auto& weak : grads_) {
     auto gradient = weak.lock();
     if (!gradient) continue;
@@ -59,7 +59,7 @@ void CachedGrads::move_out() {
     auto* impl = own.storage().unsafeGetStorageImpl();
     auto memory = impl->set_data_ptr(at::DataPtr(nullptr, own.device()));
     impl->set_nbytes(0);
-    gradient->set_data_ptr_noswap(std::move(memory));  // every tensor over this storage follows
+    gradient->set_data_ptr_noswap(std::move(memory));  // moves every tensor over this storage
   }
   grads_.clear();
 }
@@ -71,7 +71,7 @@ std::vector<Span> CachedGrads::release_to_step(c10::ArrayRef<AdamRequest> reques
   std::erase_if(grads_, [&](const auto& weak) {
     const auto gradient = weak.lock();
     if (!gradient) return true;
-    const bool alone = stepped.contains(gradient.get()) && gradient.use_count() == 2;  // the tensor, and `gradient`
+    const bool alone = stepped.contains(gradient.get()) && gradient.use_count() == 2;  // held by it and `gradient`
     if (!alone) others.push_back(span_of(gradient->data(), static_cast<int64_t>(gradient->nbytes())));
     return alone;
   });

@@ -1,4 +1,4 @@
-// Gradients in the memory of cached shards that backward gathers no more; see
+// Places gradients in the memory of cached shards that backward no longer gathers; see
 // [Note: gradients in the place of dead shards] in schedule/grad_placement.h.
 #pragma once
 
@@ -18,13 +18,13 @@
 
 namespace zcompile::cuda {
 
-// Gradients lie in the first buffer of the cache alone. Shards that came later are never dead.
+// Gradients are placed only in the first buffer of the cache. Shards in later buffers are never dead.
 class CachedGrads {
  public:
   CachedGrads(TransportContext& context, Reducer& reducer, AliasedParams& aliased)
       : context_(context), reducer_(reducer), aliased_(aliased) {}
 
-  // Gradients may lie in `buffer`, which has these shards.
+  // From now on, gradients may be placed in `buffer`, which contains `shards`.
   void use(std::shared_ptr<const SharedBlocks> buffer, std::vector<CachedShard*> shards);
 
   bool is_dead(const CachedShard& shard) const { return takes_part(shard) && placement_.is_dead(shard.position); }
@@ -34,15 +34,15 @@ class CachedGrads {
   void count_reduces(int64_t count) { placement_.count_reduces(count); }
   void finish_backward(bool is_caching) { placement_.finish_backward(is_caching); }
   size_t learned() const { return is_off_ ? 0 : placement_.learned(); }
-  // No gradient is placed any more, on all ranks alike, and ranks need not have learned the same.
+  // Stops placing gradients, on all ranks alike. `learned` is then the same on all ranks.
   void turn_off() { is_off_ = true; }
 
-  // An uninitialised gradient of `param` in the place of dead shards; undefined if there is no room.
+  // Returns an uninitialised gradient of `param` in the place of dead shards; undefined if there is no room.
   at::Tensor place(const ShardedParam& param);
-  // Shards are about to be written again. Gradients that are still alive move to memory of their own.
+  // Called before a refresh writes the shards. Moves gradients that are still alive to memory of their own.
   void refresh();
-  // Before a step: the gradients that must stay as they are. These are the ones that the step does not read, and those
-  // whose memory another tensor has too. The others are given up to the step, which may overwrite them.
+  // Called before an optimizer step. Returns the memory of the gradients that the step must not overwrite: those that
+  // it does not read, and those that share a storage with another tensor. The step may overwrite all other gradients.
   std::vector<Span> release_to_step(c10::ArrayRef<AdamRequest> requests);
 
  private:
@@ -53,7 +53,7 @@ class CachedGrads {
   Reducer& reducer_;
   AliasedParams& aliased_;
   std::shared_ptr<const SharedBlocks> buffer_;
-  std::vector<CachedShard*> shards_;  // as they lie in the buffer
+  std::vector<CachedShard*> shards_;  // in order of their offsets
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> grads_;
   GradPlacement placement_;
   bool is_off_ = false;

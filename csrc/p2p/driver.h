@@ -1,4 +1,4 @@
-// Functions of the driver, which the build does not link with.
+// Looks up functions of the CUDA driver at run time, because the build does not link with the driver.
 #pragma once
 
 #include <c10/cuda/CUDAException.h>
@@ -22,7 +22,7 @@ Function find_driver_function(const char* name) {
 
 }  // namespace zcompile::cuda
 
-// The driver's `name`, looked up once. By `text`, because cuda.h gives some names another meaning.
+// The driver's function `name`, looked up once by `text`, because cuda.h redefines some names as macros.
 #define ZCOMPILE_DRIVER_FUNCTION(name, text)                                                    \
   ([] {                                                                                         \
     static const auto function = ::zcompile::cuda::find_driver_function<decltype(&name)>(text); \

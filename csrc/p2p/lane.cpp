@@ -16,7 +16,7 @@ Lane::Lane() : stream_(take_quiet_stream()) {
 }
 
 Lane::~Lane() {
-  cudaStreamSynchronize(stream_.stream());  // it may yet write to `reached`; errors were reported where they arose
+  cudaStreamSynchronize(stream_.stream());  // the stream may still write to `reached_`; its errors are already reported
   cudaFreeHost(reached_);
 }
 

@@ -1,7 +1,7 @@
-// A lane: a stream on which this rank waits for its peers, and a record of what it waits for.
+// A lane: a stream on which this rank waits for its peers, and a record of these waits.
 //
-// The stream itself cannot say how far it has come. So behind each wait it writes the wait's number into a word that
-// the host reads. The watchdog (watchdog.h) finds by it which wait has not ended, and for how long.
+// CUDA does not tell which operation a stream has reached. So after each wait, the stream writes the wait's number into
+// a word that the host reads. From it, the watchdog (watchdog.h) finds the wait that has not ended, and its duration.
 #pragma once
 
 #include <c10/cuda/CUDAStream.h>
@@ -14,10 +14,10 @@
 
 namespace zcompile::cuda {
 
-// What a stream waits for, kept as numbers: most waits are never reported.
+// A wait for the peers. It is kept as numbers, because most waits are never reported.
 struct PeerWait {
-  const char* what = "";  // that the peers are expected to do; follows "waited for other ranks" in an error
-  int64_t param = -1;  // its index; -1: no parameter in particular
+  const char* what = "";  // the expected action of the peers; follows "waited for other ranks" in an error
+  int64_t param = -1;  // index of the parameter; -1: no particular parameter
   int signal = 0;  // a Signal of signals.h
   uint32_t number = 0;
 };
@@ -30,18 +30,18 @@ class Lane {
   Lane& operator=(const Lane&) = delete;
 
   const c10::cuda::CUDAStream& stream() const { return stream_; }
-  // Records a wait that is about to be issued, and returns the number to write behind it.
+  // Records a wait that is about to be issued, and returns the number that the stream writes after it.
   uint32_t expect(PeerWait wait);
-  // The same without a wait: the next one is counted from when the stream gets here, not from when it was issued.
+  // Returns a number to write before the next wait, whose duration then counts from when the stream reaches it.
   uint32_t arrive();
-  void* reached_address() const { return reached_; }  // of the word to which these numbers are written
+  void* reached_address() const { return reached_; }  // of the word to which the stream writes these numbers
 
   struct Overdue {
     PeerWait wait;
     std::chrono::steady_clock::duration since;
   };
-  // The oldest wait that has not ended, with how long it has been the oldest. Nothing if there is none, or if the
-  // stream has yet to arrive at it.
+  // Returns the oldest wait that has not ended, and how long it has been the oldest. Empty if there is no such wait, or
+  // if the stream has not reached it.
   std::optional<Overdue> oldest();
 
  private:
@@ -52,7 +52,7 @@ class Lane {
   };
 
   c10::cuda::CUDAStream stream_;
-  uint32_t* reached_;  // in host memory that the device writes
+  uint32_t* reached_;  // in host memory, written by the device
   std::mutex mutex_;
   std::deque<Entry> entries_;
   uint32_t issued_ = 0;

@@ -17,12 +17,12 @@ namespace zcompile::cuda {
 
 namespace {
 
-// The sum of a piece gets SMs only when a matmul ends, so fewer and larger pieces are through sooner.
+// The sum of a piece gets SMs only when a matmul ends, so fewer and larger pieces end sooner.
 constexpr int64_t max_region_bytes = 96 << 20;
 
-// What one rank may push to one other at a time: the largest slice at the width of its main parameter, if that is not
-// too much. Else the largest slice that is not too much, at this width or half of it: then most slices travel whole in
-// the least staging.
+// Returns the bytes that a rank may push to a peer in one piece. They fit the largest slice in the dtype of its main
+// parameter, if it is not too large; else the largest slice that is not too large, in this dtype or one half as wide.
+// So most slices fit in one piece, with as little staging as possible.
 int64_t bytes_of_slot(TransportContext& context) {
   const auto most =
       std::max(max_region_bytes / (context.world() - 1) / copy_alignment * copy_alignment, copy_alignment);
@@ -38,7 +38,7 @@ int64_t bytes_of_slot(TransportContext& context) {
   return largest <= most || fitting >= most / 2 ? fitting : most;
 }
 
-// Of `tensor`, flat; itself if that is all of it, which spares the host an op.
+// Returns elements of the flat `tensor`; if these are all, `tensor` itself, which saves the host an op.
 at::Tensor slice(const at::Tensor& tensor, int64_t begin, int64_t numel) {
   return numel == tensor.numel() ? tensor : tensor.narrow(0, begin, numel);
 }
@@ -93,7 +93,7 @@ std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request)
   return end();
 }
 
-// Ranks that share shards have tags for what they reduce. Means over replicas are collectives, without tags.
+// Records the order of means over replicas, which are collectives. Other reduces have tags and need no record.
 void Reducer::note(const Collective& next, const ShardedParam& param) {
   if (replicas_ && !context_.defers_replicas()) replicas_->append(next, param.name);
 }
@@ -113,8 +113,8 @@ Number Reducer::piece_tag(size_t hash) const {
   return [this, hash] { return tag(pieces_, hash); };
 }
 
-// In compute's order: `work` may still wait for a peer, and little is left to compute when the gradients of an
-// embedding are there.
+// Runs on the compute stream, because `work` may still wait for a peer. This delays little: an embedding's gradient
+// comes at the end of backward, when little compute is left.
 SortedRows Reducer::sum_rows(const ReduceRowsRequest& request) {
   auto sums = zcompile::sum_rows(request.grad, request.indices, request.wire);
   for (const auto& tensor : {sums.rows, sums.order, sums.sums}) tensor.record_stream(work_.stream());
@@ -122,11 +122,11 @@ SortedRows Reducer::sum_rows(const ReduceRowsRequest& request) {
 }
 
 void Reducer::begin() {
-  ready_.record(c10::cuda::getCurrentCUDAStream());  // the gradients are there, and the memory of the results is free
+  ready_.record(c10::cuda::getCurrentCUDAStream());  // gradients are ready, and the memory of results is free
   ready_.block(work_.stream());
 }
 
-// Where this rank's slice is added up, flat. With replicas it is not the result yet: their sums are added up too.
+// Returns flat memory for the sum of this rank's slice: `out`, or new memory if sums of replicas are added later.
 at::Tensor Reducer::make_sum(const ShardedParam& param, const at::Tensor& out, at::ScalarType wire) const {
   if (!replicas_) return out.view({-1});
   return at::empty({param.length_of(context_.rank())}, out.options().dtype(sum_dtype(wire)));
@@ -134,11 +134,11 @@ at::Tensor Reducer::make_sum(const ShardedParam& param, const at::Tensor& out, a
 
 std::unique_ptr<Transfer> Reducer::end() {
   auto event = pool_->take();
-  event.record(work_.stream());  // which has waited for this rank's own copies too
+  event.record(work_.stream());  // `work` has also waited for this rank's own copies
   return std::make_unique<EventTransfer>(pool_, std::move(event));
 }
 
-// Cuts by sizes that all ranks share, so that all cut alike.
+// Cuts by sizes that are the same on all ranks, so that all ranks cut alike.
 std::vector<Reducer::Piece> Reducer::cut(
     c10::ArrayRef<ReduceRequest> requests, const std::vector<at::Tensor>& sums) const {
   std::vector<Piece> pieces;
@@ -205,12 +205,12 @@ void Reducer::add_up(const Piece& piece) {
     }
     means.push_back(
         {std::move(rows), part.request->grad.scalar_type(), slice(part.sum, part.begin, numel),
-         replicas_ ? ReduceExtras{} : part.extras(numel)});  // with replicas, they are for the mean over these
+         replicas_ ? ReduceExtras{} : part.extras(numel)});  // with replicas, the mean over replicas takes the extras
   }
   mean(means, divisor());
 }
 
-// All ranks have posted this piece, and so have added up the one before, whose region is free now.
+// Frees the region of the previous piece: all ranks have posted this piece, so they have added up the previous one.
 void Reducer::free_before() { free_[(pieces_ - 1) % staging_regions].record(work_.stream()); }
 
 void Reducer::push_rows(const RowsPiece& piece) {
@@ -218,7 +218,7 @@ void Reducer::push_rows(const RowsPiece& piece) {
   const auto stream = work_.stream().stream();
   const auto& [rows, order, sums] = *piece.sums;
   signals_.barrier(signal::clearing, piece_number(), work_, {"to be ready to reduce", piece.request->param->index});
-  for (int64_t step = 1; step < world; ++step) {  // rotated, as above
+  for (int64_t step = 1; step < world; ++step) {  // rotated, as in `push`
     const auto owner = (rank + step) % world;
     auto* to = place_of(0, rank, owner);
     C10_CUDA_CHECK(launch_spread_rows(
@@ -236,11 +236,11 @@ void Reducer::add_up_rows(const RowsPiece& piece, const at::Tensor& sum) {
              numel = piece.count_of(rank) * piece.columns();
   const auto out = sum.narrow(0, begin, numel);
   const auto& [base, squares] =
-      replicas_ ? ReduceExtras{} : piece.request->extras;  // with replicas, they are for the mean over these
+      replicas_ ? ReduceExtras{} : piece.request->extras;  // with replicas, the mean over replicas takes the extras
   const auto own_base = base.defined() ? base.narrow(0, begin, numel) : base;
   const auto stream = work_.stream().stream();
   if (!own_base.defined() && numel > 0)
-    C10_CUDA_CHECK(cudaMemsetAsync(out.mutable_data_ptr(), 0, out.nbytes(), stream));  // most stays so
+    C10_CUDA_CHECK(cudaMemsetAsync(out.mutable_data_ptr(), 0, out.nbytes(), stream));  // most rows stay zero
   signals_.await(signal::pushed + region(), piece_tag(hash(piece)), work_, {"to reduce", piece.request->param->index});
   free_before();
   Pieces spread{};
@@ -267,13 +267,13 @@ int64_t Reducer::RowsPiece::has_offset() const {
   return align_copy(most * columns() * static_cast<int64_t>(c10::elementSize(request->wire)));
 }
 
-// With the words that tell which rows are there.
+// Rows that fit into a slot, with the word of each that says whether it is present.
 int64_t Reducer::rows_of_slot(int64_t row_bytes) const {
   return (slot_bytes_ - copy_alignment) / (row_bytes + static_cast<int64_t>(sizeof(uint32_t)));
 }
 
 bool Reducer::has_rows(const ShardedParam& param, int64_t columns) const {
-  constexpr int64_t widest = 4;  // bytes of an element on the wire
+  constexpr int64_t widest = 4;  // bytes of a transferred element
   return !param.replicated && columns > 0 && param.chunk % columns == 0 && rows_of_slot(columns * widest) > 0;
 }
 
@@ -282,7 +282,7 @@ ReduceExtras Reducer::Part::extras(int64_t numel) const {
   return {base.defined() ? slice(base, begin, numel) : base, squares};
 }
 
-// With replicas, the mean is taken when their sums are added.
+// With replicas, the sums of all replicas are divided once, when they are added.
 double Reducer::divisor() const { return replicas_ ? 1.0 : context_.divisor(); }
 
 int64_t Reducer::Part::length_of(int64_t rank) const {
@@ -294,14 +294,14 @@ const void* Reducer::Part::slice_of(int64_t rank) const {
   return static_cast<const char*>(request->grad.const_data_ptr()) + first * width();
 }
 
-// Where `owner` finds what `source` pushed; an owner has no slot for itself.
+// Returns the address in the memory of `owner` to which `source` pushes. An owner has no slot for itself.
 char* Reducer::place_of(int64_t offset, int64_t source, int64_t owner) const {
   const auto slot = source < owner ? source : source - 1;
   return staging_.at(owner, (region() * (context_.world() - 1) + slot) * slot_bytes_ + offset);
 }
 
 size_t Reducer::hash(const Piece& piece) const {
-  // Ranks must agree on this: else one puts sums in the place of shards that another one still reads.
+  // Ranks must agree on `is_caching`. Otherwise a rank could place sums over shards that a peer still reads.
   size_t hash = context_.is_caching();
   for (const auto& part : piece) {
     const auto& [param, grad, out, extras] = *part.request;

@@ -1,29 +1,29 @@
-// Peer-to-peer reduce-scatter: every rank pushes slices of its gradient to their owners, who add them up.
+// Peer-to-peer reduce-scatter: every rank pushes slices of its gradient to their owners, which add them up.
 //
 // [Note: reduces in pieces]
-// Every rank has staging buffers for what its peers push. They are cut into regions, which are used in turn. A region
-// has a slot for each peer. Rank s pushes slice d of its gradient into its slot on rank d. A large gradient takes
-// several pieces, so staging does not grow with it. Small gradients that start together share a piece. All ranks count
-// the pieces of all reduces alike. Piece n goes so:
-//   lane:         wait until all ranks have added up the last piece in the region; copy to every peer
-//   work:         wait for these copies; post "pushed n", tagged with what is reduced; wait for everybody's; add up in
-//                 rank order, reading the own slice where it is
-// A rank posts "pushed n" after it has added up piece n - 1. So a rank that has seen everybody's knows that its region
-// of piece n - 1 is free again. Nobody pushes to a region before all have added it up, so a tag stands until its owner
-// has seen it. Where ranks start transfers together (signals.h), they wait for each other before the copies, when each
-// has its gradients. Elsewhere, each of two ranks pushes when it has its own, at most two pieces ahead of the other.
+// Every rank has staging buffers for the slices that its peers push. They are cut into regions, which are used in turn.
+// A region has a slot for each peer: rank s pushes slice d of its gradient into its slot on rank d. A large gradient is
+// cut into several pieces, so staging does not grow with it. Small gradients that start together share a piece. All
+// ranks number the pieces of all reduces alike. The steps of piece n, by stream:
+//   lane:         wait until all ranks have added up the previous piece in the region; copy to every peer
+//   work:         wait for these copies; post the signal "pushed n", tagged with a hash of the piece; wait for the same
+//                 signal of every peer; add up in rank order, reading this rank's own slice in place
+// A rank posts "pushed n" after it has added up piece n - 1. So after the signals of all peers, the region of piece
+// n - 1 is free again. No rank pushes to a region before all ranks have added it up, so a tag is not overwritten before
+// its owner has read it. If ranks start transfers together (signals.h), a barrier precedes the copies, once each rank
+// has its gradients. Otherwise there are two ranks: each pushes when its own gradients are ready, at most two pieces
+// ahead of the other.
 //
-// A refresh of the cached shards ends with all pieces added up on all ranks. From there, pieces begin with the first
-// region again: in a captured graph, each piece has the region of its capture.
+// When a refresh of the cached shards ends, all ranks have added up all pieces. The next piece then uses the first
+// region again, because in a captured graph each piece must use the region of its capture.
 //
 // [Note: rows of gradients]
-// Few rows of an embedding's gradient are not zeros, and the others are not even made. Each rank adds up the gradients
-// of each row that it has. It writes these sums to the staging of their owners, where they would be in a dense
-// gradient, with a word for each row that tells whether it is there. Pieces are the same whatever rows ranks have, so
-// ranks with other batches synchronise all the same. The result is zeros but for the rows that some rank has. Each
-// piece of the result is cleared behind the rows that this rank sends, which is when all ranks have come to send
-// theirs. It must not be cleared before, for it may lie in the place of a shard that a peer still reads
-// (schedule/grad_placement.h).
+// Most rows of an embedding's gradient are zeros, and are never materialised. Each rank sums the gradients of each row
+// that it has. It writes these sums to the staging of their owners, at their places in a dense gradient, and for each
+// row a word that says whether the row is present. The pieces do not depend on which rows a rank has, so ranks with
+// different batches synchronise alike. The result is zeros except for the rows that some rank has. Each piece of the
+// result is cleared after this rank has sent its rows, because then all ranks have started this piece. Earlier, the
+// result may still be the place of a shard that a peer reads (schedule/grad_placement.h).
 #pragma once
 
 #include <c10/cuda/CUDAEvent.h>
@@ -48,14 +48,14 @@ class Reducer {
   Reducer(TransportContext& context, Signals& signals, Lane& work, std::shared_ptr<EventPool> pool);
 
   std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests);
-  // Whether pieces of this gradient can be cut at rows.
+  // Whether pieces of the gradient of `param` can be cut between rows of `columns` elements.
   bool has_rows(const ShardedParam& param, int64_t columns) const;
   std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request);
-  // `stream` waits for all reduces that have been started.
+  // Makes `stream` wait for all reduces that have started.
   void finish(const c10::cuda::CUDAStream& stream);
-  // All ranks have added up all pieces by now in the order of `work`, and call this together.
+  // Begins with the first region again; a collective call. On `work`, all ranks have added up all pieces before it.
   void start_over();
-  // From here on in the order of the current stream, all earlier events are done. See transport.h.
+  // Records all events on the current stream, which has waited for the earlier ones. See transport.h.
   void renew_events();
   uint32_t pieces() const { return pieces_; }
   int64_t bytes() const { return staging_.bytes(); }
@@ -68,12 +68,12 @@ class Reducer {
     at::Tensor sum;  // flat, this rank's slice
     int64_t begin;
     int64_t most;
-    int64_t offset;  // bytes, in a slot
+    int64_t offset;  // in a slot, bytes
 
     int64_t width() const { return static_cast<int64_t>(request->grad.element_size()); }
     int64_t length_of(int64_t rank) const;
     const void* slice_of(int64_t rank) const;  // of this rank's own gradient
-    ReduceExtras extras(int64_t numel) const;  // for the sum of this part
+    ReduceExtras extras(int64_t numel) const;  // for the sum of this part alone
   };
   using Piece = std::vector<Part>;
 
@@ -85,9 +85,9 @@ class Reducer {
     int64_t most;
 
     int64_t columns() const { return request->grad.size(1); }
-    int64_t first_of(int64_t rank) const;  // in the matrix
+    int64_t first_of(int64_t rank) const;  // row of the matrix
     int64_t count_of(int64_t rank) const;
-    int64_t has_offset() const;  // bytes, in a slot
+    int64_t has_offset() const;  // of the words that say which rows are present: bytes, in a slot
   };
 
   void note(const Collective& next, const ShardedParam& param);
@@ -118,10 +118,10 @@ class Reducer {
   int64_t slot_bytes_;
   SymmetricBuffer staging_;
   Lane lane_;  // pushes
-  std::shared_ptr<OrderLog> replicas_;  // what ranks with the same shards reduce together; null: there are no replicas
-  std::array<c10::cuda::CUDAEvent, staging_regions> free_;  // by region: all ranks have added it up
-  c10::cuda::CUDAEvent ready_;  // of the reduce that is being started: what it pushes
-  c10::cuda::CUDAEvent copied_;  // of the piece that is being started
+  std::shared_ptr<OrderLog> replicas_;  // order of reduces over ranks with the same shard; null: no replicas
+  std::array<c10::cuda::CUDAEvent, staging_regions> free_;  // by region: recorded once all ranks have added it up
+  c10::cuda::CUDAEvent ready_;  // of the current reduce: its gradients are ready
+  c10::cuda::CUDAEvent copied_;  // of the current piece: its copies are done
   uint32_t pieces_ = 0;
 };
 

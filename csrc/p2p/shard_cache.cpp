@@ -20,7 +20,7 @@ namespace zcompile::cuda {
 
 namespace {
 
-// Tells the placement of gradients when peers' shards are no longer read.
+// Reports to the placement of gradients when this rank no longer reads the shards of peers.
 class CacheTransfer : public EventTransfer {
  public:
   CacheTransfer(
@@ -43,13 +43,13 @@ class CacheTransfer : public EventTransfer {
   std::vector<Pull> pulls_;
 };
 
-// Where the copy of a main parameter goes.
+// The memory to which a step writes the copy of a main parameter.
 struct CopyTarget {
-  char* to = nullptr;  // none: there is no copy
+  char* to = nullptr;  // null: there is no copy
   at::ScalarType dtype = at::kFloat;
 };
 
-// Whether there is a kernel for all of these.
+// Whether the fused kernel supports all of `requests`.
 bool can_launch_adam(c10::ArrayRef<AdamRequest> requests) {
   const auto fits = [](const at::Tensor& tensor, int64_t numel) {
     return tensor.is_cuda() && tensor.scalar_type() == at::kFloat && tensor.is_contiguous() && tensor.numel() == numel;
@@ -73,7 +73,7 @@ std::vector<AdamItem> items_of(c10::ArrayRef<AdamRequest> requests, const std::v
   return items;
 }
 
-// Steps, and returns by request whether its copy is written. `others` are gradients over which no copy may be written.
+// Runs the step, and returns by request whether its copy was written. Copies must not be written over `others`.
 std::vector<bool> launch_scheduled_adam(
     c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings, const std::vector<CopyTarget>& copies,
     const std::vector<Span>& others, cudaStream_t stream) {
@@ -179,14 +179,14 @@ at::Tensor ShardCache::alias(const ShardedParam& param, at::ScalarType dtype) {
 
 at::Tensor ShardCache::place_gradient(const ShardedParam& param) {
   if (has_graphs_ || memory_.buffers().empty() || staleness_.is_expired() || !in_backward()) return {};
-  if (context_.is_caching()) return {};  // the next microbatch gathers the shards again
+  if (context_.is_caching()) return {};  // the next microbatch reads the shards again
   return grads_.place(param);
 }
 
 void ShardCache::finish_backward() {
   staleness_.finish_backward(context_.is_caching());
   grads_.finish_backward(context_.is_caching());
-  // An optimizer may follow, which must not write to main parameters that are still being read.
+  // An optimizer may follow, and must not write to main parameters that the refresh still reads.
   if (progress_.refreshes > 0) progress_.written.back().block(c10::cuda::getCurrentCUDAStream());
 }
 
@@ -222,25 +222,25 @@ void ShardCache::refresh() {
   grads_.refresh();
   pulls_.start_refresh();
   for (const auto* shard : memory_.shards()) shard->param->renew_narrow();
-  // Main parameters are final, and so are copies that a step wrote.
+  // Wait until main parameters, and copies that a step wrote, are final.
   pool_->order(c10::cuda::getCurrentCUDAStream(), work_.stream());
   for (uint32_t group = 0; group < refresh_groups; ++group) refresh_group(group);
-  staleness_.finish_refresh();  // last: what has raised before is tried again
+  staleness_.finish_refresh();  // last, so that a refresh that raised is tried again
   has_begun_ = false;
 }
 
-// Makes memory for gathered shards that have none. From then on, gradients may lie in the first buffer.
+// Allocates memory for gathered shards that have none. The first time, also lets gradients use this memory.
 void ShardCache::make_room() {
   const bool is_first = memory_.buffers().empty();
   auto placed = memory_.place_new(staleness_);
   if (is_first && !placed.empty()) grads_.use(memory_.buffers().front(), std::move(placed));
 }
 
-// After this, in the order of `work`, copies may be written.
+// Makes `work` wait until no rank reads the copies, so that they may be written.
 void ShardCache::begin_refresh() {
   progress_.refreshes += 1;
   aliased_->wait_for_readers();
-  pool_->order(c10::cuda::getCurrentCUDAStream(), work_.stream());  // after the last reads of unsharded parameters
+  pool_->order(c10::cuda::getCurrentCUDAStream(), work_.stream());  // after the last readers of unsharded parameters
   pulls_.finish(work_.stream());
   signals_.barrier(
       signal::done_reading,
@@ -251,7 +251,7 @@ void ShardCache::begin_refresh() {
 }
 
 void ShardCache::refresh_group(uint32_t group) {
-  // The guard is also for copies of main parameters that are not contiguous.
+  // The guard also covers the copies that torch makes of main parameters that are not contiguous.
   const c10::cuda::CUDAStreamGuard guard(work_.stream());
   std::vector<at::Tensor> from, to;
   for (auto* shard : memory_.shards()) {
@@ -269,7 +269,7 @@ void ShardCache::refresh_group(uint32_t group) {
   progress_.written[group].record(work_.stream());
 }
 
-// Whether an optimizer's step has written the copy, and no write to the main parameter followed.
+// Whether an optimizer step has written the copy, and the main parameter has not changed since.
 bool ShardCache::is_written_by_step(CachedShard& shard) {
   const bool same_version = staleness_.refresh(shard.number, shard.param->main_param_version());
   const auto stepped = std::exchange(shard.stepped, std::nullopt);
@@ -277,19 +277,19 @@ bool ShardCache::is_written_by_step(CachedShard& shard) {
 }
 
 bool ShardCache::fused_adam_step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) {
-  // Copies are still gathered, or there are none yet.
+  // Copies may still be gathered, or do not exist yet.
   if (in_backward() || context_.is_caching() || memory_.buffers().empty()) return false;
   if (!has_begun_) {
     make_room();
     staleness_.expire();
     begin_refresh();
   }
-  // After the barrier, since another rank's pieces may be such that it can step.
+  // Checked after the barrier, because the shards of another rank may be supported, and it then waits at the barrier.
   if (!can_launch_adam(requests)) return false;
   std::vector<CachedShard*> shards;
   std::vector<CopyTarget> copies;
   for (const auto& request : requests) {
-    const auto& whole = request.param->shard;  // offloaded states are stepped elsewhere, or in pieces, without copies
+    const auto& whole = request.param->shard;  // offloaded states step elsewhere, or in parts, without copies
     const bool is_shard =
         request.main_param.const_data_ptr() == whole.const_data_ptr() && request.main_param.numel() == whole.numel();
     auto* shard = shards.emplace_back(is_shard ? memory_.find_placed(*request.param) : nullptr);

@@ -1,26 +1,25 @@
-// A cache of the shards of all ranks, in the widths in which they are gathered, where peers can read it.
+// A cache of shards, in the dtypes in which they are gathered, that peers can read.
 //
 // [Note: the shard cache]
-// Every rank keeps a copy of its shards in each width in which they are gathered, in memory that its peers can read. A
-// gather is then a batch of peer-to-peer copies into the final place of the unsharded parameter. Other ranks need take
-// no part in it for its numbers to be right; for its speed, see [Note: transfers that ranks start together] in
-// signals.h. Ranks synchronise twice when the copies are refreshed: before, because peers may still be reading the old
-// copies, and after.
+// Every rank keeps a copy of its shards in each dtype in which they are gathered, in memory that its peers can read. A
+// gather is then a batch of peer-to-peer copies into the final place of the unsharded parameter. Its numbers are right
+// without any action of other ranks; its speed may depend on them, see [Note: transfers that ranks start together] in
+// signals.h. A refresh of the copies synchronises ranks twice: before it, because peers may still read the old copies,
+// and after it, because peers must not read unfinished ones.
 //
-// All copies are refreshed when a gather finds one of them stale: [Note: when cached copies are stale] in
-// schedule/staleness.h. An optimizer's step may write copies itself, where it has the new main parameters at hand
-// (schedule/adam_schedule.h). Ranks then synchronise before the step instead, and the refresh casts only the rest. What
-// is written to such a main parameter afterwards must move its version counter.
+// A gather that finds its copy stale refreshes all copies; see [Note: when cached copies are stale] in
+// schedule/staleness.h. A fused optimizer step may write copies itself, because it computes the new main parameters
+// (schedule/adam_schedule.h). Ranks then synchronise before the step instead, and the refresh casts only the other main
+// parameters. Later writes to a main parameter whose copy the step wrote must increase its version counter.
 //
-// What is gathered at all is known after one step. Until then, and for a parameter or a width that turns up later,
-// gathers go over c10d. The next refresh makes room for them.
+// The first step shows which parameters are gathered, in which dtypes. Until they have a copy, gathers use c10d; so do
+// gathers of a parameter or dtype that appears later, until the next refresh allocates a copy.
 //
-// Between a shard's last gather and the next refresh, gradients lie in its place: schedule/grad_placement.h. A refresh
-// finds gradients that are still alive, because they accumulate, and moves them to memory of their own. A step that
-// writes copies overwrites the gradients that it has read.
+// Between a shard's last gather and the next refresh, gradients use its memory (schedule/grad_placement.h). A refresh
+// moves gradients that are still alive, because they accumulate, to memory of their own. An optimizer step that writes
+// copies overwrites gradients that it has already read.
 //
-// Its parts: CacheMemory (which shards there are, and where), CachePulls (gathers), CachedGrads (gradients in dead
-// shards).
+// Its parts: CacheMemory (table and memory of copies), CachePulls (gathers), CachedGrads (gradients in dead shards).
 #pragma once
 
 #include <cstdint>
@@ -44,35 +43,36 @@ class ShardCache {
   ShardCache(
       TransportContext& context, Signals& signals, Reducer& reducer, Lane& work, std::shared_ptr<EventPool> pool);
 
-  // Fills what is cached from all ranks' copies, in one transfer (none if nothing is), and appends the other requests
-  // to `uncached`.
+  // Starts to gather all cached parameters in one transfer, and appends the other requests to `uncached`. Returns null
+  // if none is cached.
   std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests, std::vector<GatherRequest>& uncached);
-  // The same for some rows, read where they are cached; none if they are not.
+  // Starts to gather some rows of a parameter; returns null if the parameter is not cached.
   std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request);
-  // Memory for an unsharded parameter that is only read, padded to equal pieces, for the next gather. Undefined if it
-  // is to be allocated. See [Note: aliased parameters].
+  // Returns memory for an unsharded parameter that is only read, padded to equal pieces, for the next gather. Undefined
+  // if the caller has to allocate it. See [Note: aliased parameters].
   at::Tensor alias(const ShardedParam& param, at::ScalarType dtype);
-  // Memory for the gradient of `param` in the place of dead shards; undefined if there is not enough.
+  // Returns memory for the gradient of `param` in the place of dead shards; undefined if there is not enough.
   at::Tensor place_gradient(const ShardedParam& param);
   void count_reduces(int64_t count) { grads_.count_reduces(count); }
   void finish_backward();
   void expire() { staleness_.expire(); }  // main parameters may have changed
   void refresh_if_expired();
-  // A step of AdamW that writes copies; false, and nothing is done, where it cannot.
+  // Runs a step of AdamW that also writes copies. Returns false, without a step, if it does not support `requests`.
   bool fused_adam_step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings);
   int64_t bytes() const { return aliased_->pool_bytes() + memory_.bytes(); }
   Lane& lane() { return pulls_.lane(); }
   const c10::cuda::CUDAStream& own_stream() const { return pulls_.own_stream(); }
 
-  // See [Note: transfers in a CUDA graph] in transport.h. Addresses in a graph stay, so the pages of aliased parameters
-  // are for graphs alone, which run one at a time, and no gradient is placed.
+  // See [Note: transfers in a CUDA graph] in transport.h. Because a graph keeps its addresses, only captured code
+  // aliases parameters (one graph runs at a time), and no gradient is placed.
   void prepare_for_graphs();
   void enter_graph(const c10::cuda::CUDAStream& stream);
   void renew_events();
 
  private:
   bool is_stale(const CachedShard& shard) const;
-  CachedShard* find(const ShardedParam& param, at::ScalarType dtype);  // that can be pulled; none if it cannot
+  // Returns the copy, refreshed; null if it cannot be pulled.
+  CachedShard* find(const ShardedParam& param, at::ScalarType dtype);
 
   void refresh();
   void make_room();
@@ -84,14 +84,14 @@ class ShardCache {
   Signals& signals_;
   Lane& work_;
   std::shared_ptr<EventPool> pool_;
-  std::shared_ptr<AliasedParams> aliased_;  // unsharded parameters keep it
+  std::shared_ptr<AliasedParams> aliased_;  // unsharded parameters keep it alive
   RefreshProgress progress_;
   CacheMemory memory_;
   CachePulls pulls_;
   Reducer& reducer_;
   CachedGrads grads_;
   Staleness staleness_;
-  bool has_begun_ = false;  // a refresh: ranks have synchronised, and copies may be written
+  bool has_begun_ = false;  // whether a refresh has begun: ranks have synchronised, copies may be written
   bool has_graphs_ = false;
 };
 

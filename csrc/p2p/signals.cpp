@@ -24,7 +24,7 @@ CUstreamBatchMemOpParams write_operation(CUdeviceptr to, uint32_t value) {
   operation.writeValue.address = to;
   operation.writeValue.value = value;
   operation.writeValue.flags =
-      CU_STREAM_WRITE_VALUE_DEFAULT;  // after everything before it in the stream, on any device
+      CU_STREAM_WRITE_VALUE_DEFAULT;  // ordered after all earlier writes of the stream, on any device
   return operation;
 }
 
@@ -35,21 +35,21 @@ CUstreamBatchMemOpParams wait_operation(CUdeviceptr on, uint32_t value, bool tag
   operation.waitValue.value = value;
   operation.waitValue.flags =
       tagged ? CU_STREAM_WAIT_VALUE_EQ
-             : CU_STREAM_WAIT_VALUE_GEQ;  // by the sign of the difference, so that numbers may wrap
+             : CU_STREAM_WAIT_VALUE_GEQ;  // compares the sign of the difference, so numbers may wrap
   return operation;
 }
 
 void run_all(std::vector<CUstreamBatchMemOpParams> operations, cudaStream_t stream) {
-  constexpr size_t most = 255;  // per call, by the driver's manual
+  constexpr size_t most = 255;  // operations per call, a limit from the driver's manual
   for (size_t begin = 0; begin < operations.size(); begin += most) {
     const auto count = static_cast<unsigned int>(std::min(most, operations.size() - begin));
     ZCOMPILE_DRIVER_CHECK(cuStreamBatchMemOp, stream, count, operations.data() + begin, 0U);
   }
 }
 
-// The node of the graph that is being captured to which the last call on `stream` led.
+// Returns the graph node of the last call captured on `stream`.
 CUgraphNode last_node(cudaStream_t stream) {
-  // As of CUDA 11.3: later headers give the name to a function of another type.
+  // The type of CUDA 11.3, because later headers give this name to a function of another type.
   using Info = CUresult (*)(CUstream, CUstreamCaptureStatus*, cuuint64_t*, CUgraph*, const CUgraphNode**, size_t*);
   static const auto info = find_driver_function<Info>("cuStreamGetCaptureInfo");
   auto status = CU_STREAM_CAPTURE_STATUS_NONE;
@@ -72,7 +72,7 @@ void set_operations(CUgraphExec graph, CUgraphNode node, std::vector<CUstreamBat
   ZCOMPILE_DRIVER_CHECK(cuGraphExecBatchMemOpNodeSetParams, graph, node, &params);
 }
 
-// Issues the operations that `make` makes, and has them made again for each replay.
+// Issues the operations that `make` returns. In a capture, calls `make` again before each replay.
 template <typename Make>
 void issue(cudaStream_t stream, Make make) {
   run_all(make(), stream);
@@ -82,8 +82,8 @@ void issue(cudaStream_t stream, Make make) {
   });
 }
 
-// std::ostream would do. But where a toolchain links libstdc++ statically, its numbers crash in a Python that has
-// another (seen).
+// Not by std::ostream: if a toolchain links libstdc++ statically, printing a number crashed in a Python with another
+// libstdc++.
 std::string hex(uint32_t number) {
   std::array<char, 11> text{};
   std::snprintf(text.data(), text.size(), "0x%x", number);
@@ -142,11 +142,11 @@ std::string Signals::missing(const PeerWait& wait, cudaStream_t stream) const {
 }
 
 std::vector<uint32_t> Signals::read(Signal signal, cudaStream_t stream) const {
-  constexpr auto patience = std::chrono::seconds(2);  // the device may not run anything any more
+  constexpr auto patience = std::chrono::seconds(2);  // for a device that may have stopped running work
   const size_t bytes = static_cast<size_t>(world_) * sizeof(uint32_t);
   const Copy words{
       read_buffer_.get(), words_.at(rank_, static_cast<int64_t>(signal) * static_cast<int64_t>(bytes)), bytes};
-  const auto launched = launch_pull(&words, 1, stream);  // a copy engine may sit behind what hangs
+  const auto launched = launch_pull(&words, 1, stream);  // a kernel, because copy engines may hang
   if (launched != cudaSuccess || !ends_within(stream, patience) || cudaStreamQuery(stream) != cudaSuccess) return {};
   return {read_buffer_.get(), read_buffer_.get() + world_};
 }
@@ -181,7 +181,7 @@ void Signals::start_pull(Number number, Lane& lane, int64_t param) {
 void Signals::append_waits_of_pull(Operations& operations, uint32_t number, Lane& lane, int64_t param) {
   const auto refresh = static_cast<uint16_t>(number >> 16);
   const auto reached = address(lane.reached_address());
-  // Else a host far ahead would pass for a peer that does not come.
+  // Otherwise, if the host is far ahead of the device, a long wait would look like a missing peer.
   const auto arrival = lane.arrive();
   operations.push_back(write_operation(reached, arrival));
   if (static_cast<int16_t>(refresh - resume_) >= 0) {
@@ -192,7 +192,7 @@ void Signals::append_waits_of_pull(Operations& operations, uint32_t number, Lane
     append_waits(operations, signal::pulling, number, lane, {"to gather", param});
     return;
   }
-  // As many operations, which wait for nothing.
+  // The same number of operations, which wait for nothing, since a captured call must keep its operations.
   for (int64_t step = 1; step < world_; ++step) {
     operations.push_back(wait_operation(reached, arrival, /*tagged=*/false));
   }
@@ -204,7 +204,7 @@ Signals::GaveUp Signals::give_up(const PeerWait& wait, std::chrono::steady_clock
   constexpr int most_times = 10;
   const auto refresh = static_cast<uint16_t>(wait.number >> 16);
   if (wait.signal != signal::pulling || (since < patience && given_up_ != refresh)) return GaveUp::no;
-  // Peers that are behind may yet write over these numbers. A wait that was issued by then comes here again.
+  // A late peer may still overwrite these numbers with its own. The watchdog then gives up the next wait again.
   Operations operations;
   for (int64_t peer = 0; peer < world_; ++peer) {
     operations.push_back(write_operation(address(word(signal::pulling, rank_, peer)), wait.number | 0xffff));

@@ -24,7 +24,7 @@ using c10::cuda::CUDAStream;
 
 namespace {
 
-// Times matmuls on the current stream, alone and while another stream waits.
+// Times matmuls on the current stream, alone and while a wait is pending on another stream.
 class Trial {
  public:
   Trial()
@@ -36,7 +36,7 @@ class Trial {
     void* memory = nullptr;
     C10_CUDA_CHECK(cudaHostAlloc(&memory, sizeof(uint32_t), cudaHostAllocMapped));
     word_ = static_cast<volatile uint32_t*>(memory);
-    // This also loads all kernels. The driver would wait, before it loads one, for the stream that waits.
+    // This also loads all kernels. Later, the load of a kernel would block on the pending wait.
     alone_us_ = fastest_us(nullptr);
   }
   ~Trial() { cudaFreeHost(const_cast<uint32_t*>(word_)); }
@@ -44,16 +44,16 @@ class Trial {
   Trial& operator=(const Trial&) = delete;
 
   bool is_quiet(const CUDAStream& stream) {
-    constexpr float delay_us = 0.5;  // 1.2 on an H200
+    constexpr float delay_us = 0.5;  // threshold; the delay is 1.2 us on an H200
     {
       const c10::cuda::CUDAStreamGuard guard(stream);
-      at::cuda::sleep(1);  // now it has a queue
+      at::cuda::sleep(1);  // gives the stream a queue
     }
     return fastest_us(&stream) < alone_us_ + delay_us;
   }
 
  private:
-  // Of matmuls that take as long as the smaller ones of a model: 12 us on an H200.
+  // Rows of a matmul that takes as long as the smaller ones of a model: 12 us on an H200.
   static constexpr int64_t size = 1536;
   static constexpr int matmuls = 50;
 
@@ -65,11 +65,11 @@ class Trial {
   }
 
   float matmul_us(const CUDAStream* pending) {
-    constexpr int64_t lead_cycles = 2'000'000;  // a millisecond, in which the host issues all that follows
+    constexpr int64_t lead_cycles = 2'000'000;  // about 1 ms, in which the host issues all later work
     constexpr auto patience = std::chrono::milliseconds(50);
     CUDAEvent begin(cudaEventDefault), end(cudaEventDefault);
     *word_ = 0;
-    // Another thread ends the wait, since this one may have to wait for a thread that waits for the device.
+    // Another thread ends the wait, because this one may block on a thread that waits for the device.
     std::jthread release([this, patience](const std::stop_token& stop) {
       std::mutex mutex;
       std::unique_lock lock(mutex);
@@ -92,7 +92,7 @@ class Trial {
 
   CUDAStream compute_;
   at::Tensor factors_, product_;
-  volatile uint32_t* word_ = nullptr;  // that the stream waits for, in host memory
+  volatile uint32_t* word_ = nullptr;  // in host memory; the stream waits for it
   float alone_us_ = 0;
 };
 
@@ -101,7 +101,7 @@ CUDAStream next_of_pool() { return c10::cuda::getStreamFromPool(/*isHighPriority
 }  // namespace
 
 CUDAStream take_quiet_stream() {
-  constexpr int most_tried = 8;  // there are not more queues
+  constexpr int most_tried = 8;  // at least the number of queues
   const auto first = next_of_pool();
   Trial trial;
   auto stream = first;
@@ -148,7 +148,7 @@ EventTransfer::~EventTransfer() {
   if (waited_) return;
   try {
     event_.block(c10::cuda::getCurrentCUDAStream());
-  } catch (const std::exception&) {  // the device has failed, which whoever uses it next is told
+  } catch (const std::exception&) {  // the device has failed; the next call on it raises
   }
 }
 

@@ -1,13 +1,12 @@
-// Streams that do not delay compute, events that are used again, and transfers that are done when an event is.
+// Streams that do not delay compute, reusable events, and transfers that end with an event.
 //
 // [Note: hardware queues]
-// The GPU has a few hardware queues. A stream gets one of them when it first runs a kernel, a wait for a signal, or a
-// copy within the GPU, and keeps it. Some queues delay compute: while any of these is pending there, whatever it waits
-// for, each kernel of compute starts 1.2 us later. The others do not, however many of them have something pending
-// (docs/lab, "Which hardware queue a stream has"). Hosts run a step ahead of the device, so something is pending nearly
-// always. Compute's own queue would be worse: what compute runs next would wait for whatever that stream waits for.
-// Which queue a stream has depends on what the process did before, and no call tells. So a stream is tried before it is
-// taken, which takes some 10 ms, once.
+// A GPU has a few hardware queues. A stream gets one when it first runs a kernel, a wait for a signal, or a copy within
+// the GPU, and keeps it. Some queues delay compute: while such an operation is pending there, each compute kernel
+// starts 1.2 us later. Other queues never do (docs/lab, "Which hardware queue a stream has"). Because hosts run a step
+// ahead of the device, an operation is nearly always pending. A stream on compute's own queue would be worse: compute
+// would wait for every signal that this stream waits for. CUDA has no call that tells the queue of a stream, and it
+// depends on the earlier streams of the process. So a stream is timed before it is used, which takes about 10 ms, once.
 #pragma once
 
 #include <c10/cuda/CUDAEvent.h>
@@ -27,16 +26,16 @@ namespace zcompile::cuda {
 // first one tried if all do. Waits for the device.
 c10::cuda::CUDAStream take_quiet_stream();
 
-// Waits for `stream` on the host, for a limited time: what the stream waits for may never come. Returns true when it
-// has come to its end, or to an error; false if it has not within `time`.
+// Waits for `stream` on the host for at most `time`, because the signal that the stream waits for may never come.
+// Returns true once all work on `stream` is done or has failed; false if `time` has passed.
 bool ends_within(cudaStream_t stream, std::chrono::milliseconds time);
 
-// Shared with transfers, which may outlive the transport.
+// Events for reuse. Transfers share it, because they may outlive the transport.
 class EventPool {
  public:
   c10::cuda::CUDAEvent take();
   void give_back(c10::cuda::CUDAEvent event);
-  // `then` goes on when what `first` has been given by now is done.
+  // Makes `then` wait for all work issued to `first` so far.
   void order(const c10::cuda::CUDAStream& first, const c10::cuda::CUDAStream& then);
 
  private:
@@ -44,8 +43,8 @@ class EventPool {
   std::vector<c10::cuda::CUDAEvent> free_;
 };
 
-// Done when its event is. A transfer that is dropped is waited for too: else torch would reuse memory that is still
-// being copied.
+// A transfer that ends with an event. The destructor waits for the event if `wait` did not, because torch would
+// otherwise reuse memory to which the transfer still writes.
 class EventTransfer : public Transfer {
  public:
   EventTransfer(std::shared_ptr<EventPool> pool, c10::cuda::CUDAEvent event);

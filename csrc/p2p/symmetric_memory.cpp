@@ -19,7 +19,7 @@ SymmetricBuffer::SymmetricBuffer(const std::string& group, c10::Device device, i
   local_ = symmetric::empty_strided_p2p({bytes}, {1}, at::kByte, device, group, std::nullopt);
   local_.zero_();
   C10_CUDA_CHECK(cudaStreamSynchronize(c10::cuda::getCurrentCUDAStream(device.index()).stream()));
-  handle_ = symmetric::rendezvous(local_, group);  // ends with a barrier: from here on, all ranks' memory is zero
+  handle_ = symmetric::rendezvous(local_, group);  // ends with a barrier, so the memory of all ranks is zero now
   for (auto* base : handle_->get_buffer_ptrs()) {
     TORCH_CHECK(base, "zcompile: a peer's memory could not be mapped");
     bases_.push_back(static_cast<char*>(base) + handle_->get_offset());

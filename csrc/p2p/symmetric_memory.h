@@ -10,8 +10,8 @@
 
 namespace zcompile::cuda {
 
-// Equal-sized memory on every rank of a group, readable and writable by all. All ranks make it together. It is zero at
-// first.
+// Memory of equal size on every rank of a group, which all ranks can read and write. The constructor is a collective
+// call, and zeroes the memory.
 class SymmetricBuffer {
  public:
   SymmetricBuffer(const std::string& group, c10::Device device, int64_t bytes);
@@ -21,10 +21,10 @@ class SymmetricBuffer {
  private:
   at::Tensor local_;  // bytes
   c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> handle_;
-  std::vector<char*> bases_;  // of every rank's memory, as this rank maps it
+  std::vector<char*> bases_;  // address of every rank's memory in this process
 };
 
-// A tensor over memory that something else owns. `release` is called when nobody has its storage any more.
+// Returns a tensor over memory that it does not own. `release` is called when its storage is freed.
 at::Tensor tensor_over(
     void* memory, at::IntArrayRef sizes, const at::TensorOptions& options,
     std::function<void(void*)> release = nullptr);

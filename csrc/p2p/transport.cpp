@@ -1,5 +1,5 @@
-// The peer-to-peer transport, inside one NVLink domain. Copy engines move the bytes. SMs are taken from compute only
-// for casts, sums and what is small. What is not cached (yet) goes over c10d.
+// The peer-to-peer transport, inside one NVLink domain. Copy engines transfer the bytes. It takes SMs from compute only
+// for casts, sums and small transfers. Gathers of parameters that are not cached (yet) use c10d.
 
 #include <ATen/Functions.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -40,7 +40,7 @@ class P2pTransport : public Transport {
 
   ~P2pTransport() override {
     watchdog_.drain();
-    // It may yet use what is freed now. Errors were reported where they arose.
+    // The stream may still use memory that is freed now. Its errors are already reported.
     cudaStreamSynchronize(work_.stream().stream());
   }
 
@@ -156,15 +156,15 @@ class P2pTransport : public Transport {
     for (const auto& stream : streams()) pool_->order(stream, c10::cuda::getCurrentCUDAStream());
   }
 
-  // Events of before, too, are done where the streams go on: a captured stream waits for no event outside of its graph,
-  // and no other stream for one inside.
+  // Makes all streams wait for the current one, and records all events again. A captured stream cannot wait for events
+  // from outside of its graph, and other streams cannot wait for events from inside.
   void fork_streams() {
     for (const auto& stream : streams()) pool_->order(c10::cuda::getCurrentCUDAStream(), stream);
     cache_.renew_events();
     reducer_.renew_events();
   }
 
-  // On the watchdog's thread, where nothing may be thrown.
+  // Runs on the watchdog's thread, so it must not throw.
   bool give_up(const Lane::Overdue& overdue, cudaStream_t stream) {
     try {
       const auto gave_up = signals_.give_up(overdue.wait, overdue.since, stream);
@@ -177,7 +177,7 @@ class P2pTransport : public Transport {
             std::to_string(context_.rank()).c_str(), context_.param(overdue.wait.param).name.c_str());
       }
       return gave_up != Signals::GaveUp::no;
-    } catch (const std::exception& error) {  // the device has failed, which whoever uses it next is told as well
+    } catch (const std::exception& error) {  // the device has failed; the next call on it raises too
       std::fprintf(stderr, "zcompile: %s\n", error.what());
       return false;
     }
@@ -200,8 +200,8 @@ class P2pTransport : public Transport {
   Reducer reducer_;
   ShardCache cache_;
   std::mutex mutex_;
-  bool has_warned_ = false;  // that ranks gather differently
-  Watchdog watchdog_;  // last, so that its thread ends first
+  bool has_warned_ = false;  // whether it has warned that ranks gather differently
+  Watchdog watchdog_;  // the last member, so that its thread ends first
 };
 
 }  // namespace

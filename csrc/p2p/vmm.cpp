@@ -23,7 +23,7 @@ CUmemLocation location_of(c10::Device device) {
   return location;
 }
 
-// At the end of a process, the driver may have gone before. Even looking up one of its functions may fail then.
+// Ignores failures at the end of a process, when the driver may be gone, and even looking up a function may fail.
 template <class Call>
 void ignore_failure(const Call& call) noexcept {
   try {
@@ -49,7 +49,7 @@ Block::Block(c10::Device device, int64_t bytes, bool shared) : bytes_(bytes) {
     return ZCOMPILE_DRIVER(cuMemCreate)(&handle_, static_cast<size_t>(bytes), &properties, 0ULL);
   };
   auto result = create();
-  if (result == CUDA_ERROR_OUT_OF_MEMORY) {  // torch may hold what nobody uses
+  if (result == CUDA_ERROR_OUT_OF_MEMORY) {  // torch may have cached unused memory
     c10::cuda::CUDACachingAllocator::emptyCache();
     result = create();
   }
@@ -69,7 +69,7 @@ Block::Block(int descriptor, int64_t bytes) : bytes_(bytes) {
 void synchronize(c10::Device device) noexcept {
   int current = 0;
   if (cudaGetDevice(&current) != cudaSuccess || cudaSetDevice(device.index()) != cudaSuccess)
-    return;  // at the end of a process
+    return;  // the process ends
   cudaDeviceSynchronize();
   cudaSetDevice(current);
 }
@@ -117,7 +117,7 @@ SharedBlocks::SharedBlocks(
     : device_(device) {
   auto sockets = DescriptorSockets::connect_all(group, device, rank, world, timeout_of(group));
   fail_together(group, device, [&] {
-    const auto connected = std::move(sockets);  // ends with this call, also where it fails
+    const auto connected = std::move(sockets);  // closed when this call returns or throws
     share(*connected, rank, world, sizes);
   });
 }

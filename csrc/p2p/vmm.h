@@ -1,5 +1,5 @@
-// Physical memory and addresses apart, by the driver's virtual memory management. A block of whole pages can be mapped
-// at several addresses at once: here, and on peers.
+// Separates physical memory from addresses, by the driver's virtual memory management. A block of whole pages can be
+// mapped at several addresses at once, in this process and in those of peers.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -16,19 +16,19 @@
 
 namespace zcompile::cuda {
 
-// Waits for all that `device` has to do: addresses are taken away while nothing runs.
+// Waits for all work of `device`, because memory must not be unmapped while work runs.
 void synchronize(c10::Device device) noexcept;
 
 // Physical memory without an address.
 class Block {
  public:
   Block(c10::Device device, int64_t bytes, bool shared);
-  Block(int descriptor, int64_t bytes);  // a peer's; the descriptor stays the caller's to close
+  Block(int descriptor, int64_t bytes);  // a peer's block; the caller closes the descriptor
   ~Block();
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
 
-  int export_descriptor() const;  // the caller's to close
+  int export_descriptor() const;  // the caller closes it
   CUmemGenericAllocationHandle handle() const { return handle_; }
   int64_t bytes() const { return bytes_; }
 
@@ -37,7 +37,7 @@ class Block {
   CUmemGenericAllocationHandle handle_{};
 };
 
-// Addresses, and what is mapped there.
+// A range of addresses, and the blocks mapped there.
 class AddressRange {
  public:
   explicit AddressRange(int64_t bytes);
@@ -45,9 +45,9 @@ class AddressRange {
   AddressRange(const AddressRange&) = delete;
   AddressRange& operator=(const AddressRange&) = delete;
 
-  // Maps `block` from `offset` on. The driver maps it whole or not at all.
+  // Maps all of `block` at `offset`; the driver cannot map a part of it.
   void map(int64_t offset, std::shared_ptr<const Block> block);
-  // Lets `device` read and write what is mapped.
+  // Lets `device` read and write the mapped blocks.
   void open(c10::Device device);
   char* begin() const { return reinterpret_cast<char*>(begin_); }
   int64_t bytes() const { return bytes_; }
@@ -55,11 +55,11 @@ class AddressRange {
  private:
   CUdeviceptr begin_{};
   int64_t bytes_;
-  std::vector<std::pair<int64_t, std::shared_ptr<const Block>>> mapped_;  // with offsets
+  std::vector<std::pair<int64_t, std::shared_ptr<const Block>>> mapped_;  // pairs of offset and block
 };
 
-// Blocks of the same sizes on every rank of a group, one after the other, readable and writable by all. All ranks make
-// them together. That fails on all of them, or on none.
+// Blocks of the same sizes on every rank of a group, one after the other, which all ranks can read and write. The
+// constructor is a collective call, and fails on all ranks or on none.
 class SharedBlocks {
  public:
   SharedBlocks(const std::string& group, c10::Device device, int64_t rank, int64_t world, std::vector<int64_t> sizes);
@@ -67,14 +67,14 @@ class SharedBlocks {
 
   char* at(int64_t rank, int64_t offset) const { return ranges_.at(rank)->begin() + offset; }
   int64_t bytes() const { return ranges_.front()->bytes(); }
-  const std::shared_ptr<const Block>& block(size_t index) const { return own_.at(index); }  // this rank's
+  const std::shared_ptr<const Block>& block(size_t index) const { return own_.at(index); }  // of this rank
 
  private:
   void share(DescriptorSockets& sockets, int64_t rank, int64_t world, const std::vector<int64_t>& sizes);
 
   c10::Device device_;
   std::vector<std::shared_ptr<const Block>> own_;
-  std::vector<std::unique_ptr<AddressRange>> ranges_;  // of every rank's memory, as this rank maps it
+  std::vector<std::unique_ptr<AddressRange>> ranges_;  // every rank's memory, mapped in this process
 };
 
 }  // namespace zcompile::cuda

@@ -45,15 +45,15 @@ void Watchdog::drain() {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   }
-  (void)cudaGetLastError();  // "not ready" is no error to anybody else
+  (void)cudaGetLastError();  // clears "not ready", which later calls would take for an error
 }
 
 void Watchdog::watch() {
   constexpr auto interval = std::chrono::milliseconds(200);
-  c10::cuda::set_device(device_, /*force=*/true);  // also where it is the first, or no context is bound to this thread
+  c10::cuda::set_device(device_, /*force=*/true);  // binds the context even if it is device 0
   std::unique_lock lock(mutex_);
   while (!wake_.wait_for(lock, interval, [this] { return stop_; })) {
-    std::optional<Lane::Overdue> longest;  // others may only wait for what waits here
+    std::optional<Lane::Overdue> longest;  // probably the cause; other lanes may wait for this one
     for (auto* lane : lanes_) {
       const auto oldest = lane->oldest();
       if (oldest && give_up_(*oldest, stream_)) continue;
@@ -66,9 +66,9 @@ void Watchdog::watch() {
   }
 }
 
-// The stream that waits cannot be told, and its program may be blocked on it. Ending the context makes every call on
-// this device return an error, in this process alone. The peers' watchdogs then find this rank missing. If the device
-// does not even take that, the process ends here, as NCCL's watchdog ends it.
+// The program may be blocked on the waiting stream, which cannot be cancelled. So `fail` ends the context: every call
+// on this device then returns an error, in this process alone, and the watchdogs of peers find this rank missing. If
+// the device does not react, it ends the process, as NCCL's watchdog does.
 void Watchdog::fail(const PeerWait& wait) {
   message_ = describe_(wait, stream_);
   failed_ = true;
@@ -76,7 +76,7 @@ void Watchdog::fail(const PeerWait& wait) {
   constexpr auto patience = std::chrono::seconds(5);
   if (launch_trap(stream_) == cudaSuccess) ends_within(stream_, patience);
   const auto state = cudaStreamQuery(stream_);
-  if (state != cudaSuccess && state != cudaErrorNotReady) return;  // it is an error now, or was
+  if (state != cudaSuccess && state != cudaErrorNotReady) return;  // the context has ended
   std::fprintf(stderr, "zcompile: the GPU runs nothing any more. The process ends here.\n");
   std::abort();
 }

@@ -1,5 +1,5 @@
-// Finds a stream that waits for a peer which does not come. Where the stream can go on without the peer, the watchdog
-// ends the wait. Where it cannot, the watchdog turns the hang into an error.
+// Finds a stream that waits too long for a peer. If the stream can go on without the peer, the watchdog ends the wait;
+// otherwise, it turns the hang into an error.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -20,18 +20,18 @@ namespace zcompile::cuda {
 
 class Watchdog {
  public:
-  // Makes the message of an error. May use the stream, on which nothing waits.
+  // Returns the message of an error. It may use the stream, on which nothing else is pending.
   using Describe = std::function<std::string(const PeerWait&, cudaStream_t)>;
-  // Ends a wait without which the lane may go on, if it has lasted long, and says whether it did. May use the stream
-  // too.
+  // Ends a wait that has lasted too long, if the lane can go on without it, and returns whether it did. It may use the
+  // stream too.
   using GiveUp = std::function<bool(const Lane::Overdue&, cudaStream_t)>;
 
-  // Looks at `lanes`, which must outlive it, from a thread of its own.
+  // Starts a thread that watches `lanes`, which must outlive the watchdog.
   Watchdog(std::vector<Lane*> lanes, std::chrono::milliseconds timeout, Describe describe, GiveUp give_up);
   ~Watchdog();
   // Throws if a wait has failed.
   void check() const;
-  // Returns when no lane waits any more, or one has failed: then freeing what they use cannot hang.
+  // Returns when no lane waits any more, or a wait has failed. Afterwards, freeing memory of the lanes cannot hang.
   void drain();
 
  private:
@@ -43,8 +43,8 @@ class Watchdog {
   Describe describe_;
   GiveUp give_up_;
   c10::DeviceIndex device_;
-  // Its own stream, of the highest priority, which torch's pool does not reach where the device has more priorities.
-  // Streams share hardware queues with others of their priority, and what comes behind one that hangs is not run.
+  // A stream of its own, because operations after a hanging one in a hardware queue never run, and streams share queues
+  // with streams of their priority. It has the highest priority, which torch's pool does not use if there are more.
   cudaStream_t stream_ = nullptr;
   std::atomic<bool> failed_{false};
   std::string message_;  // written once, before failed_

@@ -8,8 +8,8 @@ namespace zcompile {
 namespace {
 
 constexpr int64_t gradient_width = 4;
-constexpr int64_t grain = 4096;  // elements, at multiples of which parameters are cut
-constexpr int64_t first_part = 1 << 17;  // elements on each side of the fixed one
+constexpr int64_t grain = 4096;  // parameters are cut at multiples of this number of elements
+constexpr int64_t first_part = 1 << 17;  // elements on each side of the fixed element
 
 int64_t width_of(const AdamItem& item) { return (item.copy.end - item.copy.begin) / std::max<int64_t>(item.numel, 1); }
 
@@ -17,8 +17,7 @@ Span part_of(const Span& whole, const AdamPart& part, int64_t width) {
   return whole.empty() ? Span{} : Span{whole.begin + part.begin * width, whole.begin + part.end * width};
 }
 
-// The parts of item `i`, each of which writes over none of its own gradients. `writes`: whether the item is copied at
-// all.
+// Cuts item `i` into parts, none of which overwrites its own gradients. `writes`: whether the item is copied.
 std::vector<AdamPart> cut(size_t i, const AdamItem& item, bool writes) {
   const auto numel = item.numel;
   if (!writes || !item.gradient.overlaps(item.copy)) return {{i, 0, numel, writes}};
@@ -27,7 +26,7 @@ std::vector<AdamPart> cut(size_t i, const AdamItem& item, bool writes) {
   const auto within = [&](int64_t element) { return std::clamp<int64_t>(element, 0, numel); };
   std::vector<AdamPart> parts{{i, within(fixed - first_part), within(fixed + first_part), false}};
   for (auto near = first_part; fixed - near > 0 || fixed + near < numel;) {
-    const auto far = near / 4 * 7 / grain * grain;  // not twice as far, for the fixed element was rounded
+    const auto far = near / 4 * 7 / grain * grain;  // less than twice as far, because the fixed element is rounded
     parts.push_back({i, within(fixed - far), within(fixed - near), true});
     parts.push_back({i, within(fixed + near), within(fixed + far), true});
     near = far;
@@ -36,14 +35,14 @@ std::vector<AdamPart> cut(size_t i, const AdamItem& item, bool writes) {
   return parts;
 }
 
-// Which parts wait for which others to be read.
+// Which parts wait until which other parts have been read.
 struct Dependencies {
   std::vector<std::vector<size_t>> frees;  // by part: the parts that wait for it
-  std::vector<size_t> waits;  // by part: for how many it waits
+  std::vector<size_t> waits;  // by part: the number of parts for which it waits
 };
 
 Dependencies find_dependencies(const std::vector<AdamItem>& items, const std::vector<AdamPart>& parts) {
-  std::vector<std::pair<Span, size_t>> reads;  // with the part that reads it
+  std::vector<std::pair<Span, size_t>> reads;  // pairs of gradient and the part that reads it
   for (size_t i = 0; i < parts.size(); ++i) {
     const auto read = part_of(items[parts[i].item].gradient, parts[i], gradient_width);
     if (!read.empty()) reads.emplace_back(read, i);
@@ -65,7 +64,7 @@ Dependencies find_dependencies(const std::vector<AdamItem>& items, const std::ve
   return found;
 }
 
-// Puts parts into rounds. A part of a ring no longer writes afterwards.
+// Distributes parts over rounds. Clears `writes` of one part of each cycle.
 std::vector<std::vector<AdamPart>> into_rounds(std::vector<AdamPart>& parts, Dependencies dependencies) {
   auto& [frees, waits] = dependencies;
   std::vector<std::vector<AdamPart>> rounds;
@@ -78,7 +77,7 @@ std::vector<std::vector<AdamPart>> into_rounds(std::vector<AdamPart>& parts, Dep
     if (ready.empty()) {
       while (first < parts.size() && is_done[first]) ++first;
       if (first == parts.size()) break;
-      parts[first].writes = false;  // a ring: this one waits for nothing
+      parts[first].writes = false;  // breaks a cycle: this part then waits for no other
       ready.push_back(first);
     }
     auto& round = rounds.emplace_back();

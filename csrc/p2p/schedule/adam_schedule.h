@@ -1,17 +1,17 @@
-// In which order an optimizer's step runs where it writes cached copies of shards into memory in which gradients lie.
+// The order in which an optimizer step updates parameters, if it writes cached copies of shards over gradients.
 //
 // [Note: steps over placed gradients]
-// Gradients lie in the place of dead shards (grad_placement.h). So the step may write a copy only when the gradients in
-// its place have been read. The schedule cuts parameters into parts, and puts parts into rounds, which run one after
-// the other. A part is in the first round before which all gradients have been read that it writes over.
-//   - A gradient may lie over its own shard's copy. A gradient is twice as wide as a copy. So there is a fixed element,
-//     whose copy comes to lie where its gradient is; the copy of any other element comes to lie where the gradient of
-//     an element half way to the fixed one is. Parts grow with their distance from the fixed element, so that each
-//     writes only over parts that are nearer. The first part, around the fixed element, is not written but cast
-//     afterwards.
-//   - A part that would wait for itself, because gradients lie in each other's places in a ring, is cast afterwards
-//     too.
-//   - A copy that would be written over a gradient that this step does not read is left to the next refresh.
+// Gradients are placed in the memory of dead shards (grad_placement.h). So the step may write a copy only after it has
+// read the gradients at the copy's place. The schedule cuts parameters into parts, and distributes parts over rounds,
+// which run one after the other. A part is in the earliest round for which all gradients that the part overwrites have
+// been read in earlier rounds.
+//   - A gradient may overlap the copy of its own shard. Its elements are twice as wide as the copy's. So for one fixed
+//     element, copy and gradient have the same address; the copy of any other element overwrites the gradient of the
+//     element half way to the fixed one. Parts grow with their distance from the fixed element, so that each part
+//     overwrites only parts nearer to it. For the first part, around the fixed element, the step does not write the
+//     copy; the copy is cast from the main parameter after all rounds.
+//   - If parts form a cycle, in which each overwrites the gradient of the next, one copy is also cast after all rounds.
+//   - A copy whose place has a gradient that this step does not read is not written; the next refresh writes it.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@
 
 namespace zcompile {
 
-// Bytes [begin, end). Empty: there is nothing, or it lies elsewhere.
+// Bytes [begin, end). Empty: there is no such memory, or it is not in the cache.
 struct Span {
   int64_t begin = 0, end = 0;
 
@@ -44,16 +44,16 @@ struct AdamItem {
 struct AdamPart {
   size_t item;
   int64_t begin, end;
-  bool writes;  // its copy, too
+  bool writes;  // whether the step writes the copy too
 };
 
 struct AdamSchedule {
   std::vector<std::vector<AdamPart>> rounds;
-  std::vector<AdamPart> casts;  // behind all rounds, of what is copied but was not written in them
-  std::vector<bool> is_copied;  // by item; the copies of the others stay as they are
+  std::vector<AdamPart> casts;  // after all rounds: the parts of copied items that no round wrote
+  std::vector<bool> is_copied;  // by item; the other copies are not written
 };
 
-// `others` are gradients that the step does not read. Gradients do not overlap each other, nor do copies.
+// `others` are gradients that the step does not read. No two gradients overlap, and no two copies.
 AdamSchedule adam_schedule(const std::vector<AdamItem>& items, const std::vector<Span>& others);
 
 }  // namespace zcompile

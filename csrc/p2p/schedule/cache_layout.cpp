@@ -8,13 +8,13 @@ namespace zcompile {
 
 namespace {
 
-// Puts the shard behind what lies before `end`.
+// Places the shard at or after `end`.
 ShardPlace place_behind(int64_t end, size_t shard, int64_t bytes, int64_t world) {
   ShardPlace place{shard};
   place.offset = end;
   place.end = align_copy(end + bytes);
   if (has_pages(bytes)) {
-    int64_t least = bytes, most = 0;  // heads of any rank
+    int64_t least = bytes, most = 0;  // of the heads of all ranks
     for (int64_t rank = 0; rank < world; ++rank) {
       least = std::min(least, head_bytes(bytes, rank));
       most = std::max(most, head_bytes(bytes, rank));

@@ -1,15 +1,15 @@
-// When cached copies of shards are stale. Plain C++, so that a test on a CPU reaches it; numbers alone, so that every
-// rank comes to the same answer.
+// Decides when cached copies of shards are stale. Plain C++, so that tests run on a CPU. It uses only counts, so every
+// rank decides alike.
 //
 // [Note: when cached copies are stale]
-// An optimizer's fused kernels move no version counter, nor does an edit through .data. So the cache does not rely on
-// counters alone to see that main parameters have changed. When a gather finds one of these, all copies are stale:
-//   - a backward has ended since the last refresh;
-//   - outside of backward, the parameter was gathered as often since then as one forward does, so this is another
-//     forward. How often a forward gathers is learned from steps, and is once until then;
-//   - a version counter of the main parameter has moved.
-// While unsharded parameters are cached across microbatches, the first two mean nothing, for main parameters stay as
-// they are. So whatever changes main parameters between two forwards is seen.
+// Fused kernels of an optimizer do not increase version counters, and edits through `.data` do not either. So the cache
+// does not rely on counters alone to find that main parameters have changed. At a gather, all copies are stale if
+//   - a backward has ended since the last refresh; or
+//   - outside of backward, the parameter was already gathered since the last refresh as often as one forward gathers
+//     it, so another forward has begun. This number is the fewest gathers between two backwards so far, and at first 1;
+//   - or the version counter of the parameter's main parameter has changed.
+// So each change of main parameters between two forwards is found. While unsharded parameters are cached across
+// microbatches, the first two rules do not apply, because main parameters do not change.
 #pragma once
 
 #include <cstddef>
@@ -21,27 +21,27 @@ namespace zcompile {
 
 class Staleness {
  public:
-  // A copy that is gathered for the first time; returns its number. It has no contents until it is refreshed.
+  // Adds a copy at its first gather, and returns its number. It has no contents until a refresh.
   size_t add();
 
-  // Whether copy `i`, and so all of them, must be refreshed before they are gathered. `main_version` is that of its
-  // main parameter now, for a copy that has contents.
+  // Whether all copies must be refreshed before a gather of copy `i`. `main_version` is the current version of its main
+  // parameter; empty if the copy has no contents.
   bool is_stale(size_t i, bool in_backward, std::optional<uint64_t> main_version) const;
   void count_gather(size_t i, bool in_backward);
   // Whether any backward has gathered copy `i`.
   bool is_gathered_in_backward(size_t i) const { return copies_.at(i).in_backward; }
 
-  // `is_caching`: unsharded parameters are cached across microbatches, and main parameters stay as they are.
+  // `is_caching`: unsharded parameters are cached across microbatches, and main parameters do not change.
   void finish_backward(bool is_caching);
-  // Main parameters may have changed.
+  // Makes all copies stale, because main parameters may have changed.
   void expire() { is_expired_ = true; }
   bool is_expired() const { return is_expired_; }
 
-  // Copy `i` is that of a main parameter of this version: an optimizer's step has written it.
+  // Records that an optimizer step has written copy `i`, from its main parameter at this version.
   void write(size_t i, uint64_t main_version) { copies_.at(i).version = main_version; }
-  // The same in a refresh. Returns whether the version is still that of the last write.
+  // Records the same for a refresh. Returns whether the version has not changed since the last write.
   bool refresh(size_t i, uint64_t main_version);
-  // All copies have been refreshed.
+  // Records that all copies have been refreshed.
   void finish_refresh();
 
  private:
@@ -55,7 +55,7 @@ class Staleness {
 
   std::vector<Copy> copies_;
   bool is_expired_ = false;
-  bool was_caching_ = false;  // the last backward left main parameters as they were
+  bool was_caching_ = false;  // whether unsharded parameters were cached in the last backward
 };
 
 }  // namespace zcompile
