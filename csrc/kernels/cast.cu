@@ -1,5 +1,5 @@
-// The multi-tensor cast. It is bound by memory: a thread reads four neighbouring elements at a time, so that a warp
-// reads and writes whole lines in every width, and has several such reads in flight.
+// The multi-tensor cast. It is bound by memory bandwidth: a thread reads four neighbouring elements at a time, so that
+// a warp reads and writes whole cache lines in every dtype, and has several such reads in flight.
 
 #include "kernels/kernels.h"
 
@@ -9,7 +9,7 @@ namespace zcompile::cuda {
 
 namespace {
 
-constexpr int unroll = 2;  // accesses of one cast in flight
+constexpr int unroll = 2;  // reads in flight of one thread
 constexpr int tile = threads * vector * unroll;
 
 struct CastBatch {

@@ -1,4 +1,4 @@
-// Rows of matrices that are sharded over ranks: an embedding's, and those of its gradient.
+// Reads and sums rows of matrices that are sharded over ranks: embeddings and their gradients.
 
 #include "kernels/kernels.h"
 
@@ -14,7 +14,7 @@ namespace {
 constexpr int warps = threads / 32;
 
 int blocks_for(int64_t tiles) {
-  constexpr int64_t most = 132 * 8;  // as many as an H200 runs at once
+  constexpr int64_t most = 132 * 8;  // the blocks that an H200 runs at once
   return static_cast<int>(std::min(tiles, most));
 }
 
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(threads) read_rows_kernel(
   }
 }
 
-// The first place at which `rows`, which rise, are not below `row`.
+// Returns the first index at which the ascending `rows` are not below `row`.
 __device__ int64_t place_of(const int64_t* rows, int64_t count, int64_t row) {
   int64_t low = 0, high = count;
   while (low < high) {
@@ -50,22 +50,21 @@ __device__ int64_t place_of(const int64_t* rows, int64_t count, int64_t row) {
   return low;
 }
 
-// How many elements are read at a time: 16 bytes of types of two, where `width` says that they are aligned.
+// Elements of one read: 16 bytes if both types have 2 bytes and `width` says that rows are aligned; else `width`.
 template <typename In, typename Out, int width>
 constexpr int wide_of = width == vector && sizeof(In) == 2 && sizeof(Out) == 2 ? 2 * vector : width;
 
-// A block per row and per `threads * width` columns, so that a row with many gradients does not take one block for all
-// of them.
+// One block for each row and each `threads * width` columns, so that several blocks share a row with many gradients.
 template <typename In, typename Out, int width>
 __global__ void __launch_bounds__(threads) sum_rows_kernel(
     const In* values, const int64_t* rows, const int64_t* order, int64_t count, int64_t columns, Out* sums) {
-  constexpr int ahead = width == 1 ? 8 : 32 / width;  // gradients that are being read
+  constexpr int ahead = width == 1 ? 8 : 32 / width;  // number of gradients read ahead
   const int64_t i = blockIdx.x;
-  // All at once, since each read takes as long as all else that a block does.
+  // Read all at once, because the latency of one read is as long as all other work of the block.
   const auto row = rows[i], before = i > 0 ? rows[i - 1] : -1, after = i + 1 < count ? rows[i + 1] : -1,
              first = order[i];
   if (row < 0 || row == before) return;
-  const auto end = row == after ? place_of(rows, count, row + 1) : i + 1;  // most have one gradient
+  const auto end = row == after ? place_of(rows, count, row + 1) : i + 1;  // most rows have one gradient
   const int64_t stride = static_cast<int64_t>(gridDim.y) * threads * width;
   for (int64_t column = (static_cast<int64_t>(blockIdx.y) * threads + threadIdx.x) * width; column < columns;
        column += stride) {
@@ -91,10 +90,10 @@ __global__ void __launch_bounds__(threads) sum_rows_kernel(
   }
 }
 
-// The first place of `row`; -1 if it has none. A warp looks together: 32 places at a time, where one thread would read
-// one after the other.
+// Returns the first index of `row` in `sums.rows`; -1 if there is none. All threads of a warp search together, 32
+// places at a time.
 __device__ int64_t place_of(const RowSums& sums, int64_t row) {
-  int64_t low = 0, high = sums.count;  // it is the first place in [low, high] that is not below `row`
+  int64_t low = 0, high = sums.count;  // the result is the first place in [low, high] not below `row`
   while (low < high) {
     const int64_t step = (high - low + 31) / 32;
     const auto probe = low + static_cast<int64_t>(threadIdx.x % 32) * step;
@@ -118,13 +117,13 @@ __global__ void __launch_bounds__(threads)
     const auto* sum = static_cast<const Word*>(from.sums) + place * words;
     for (int64_t word = lane; word < words; word += 32) to[i * words + word] = place < 0 ? Word{} : sum[word];
   }
-  __threadfence_system();  // a peer reads it
+  __threadfence_system();  // makes the writes visible to a peer
 }
 
-constexpr int rows_at_once = 8;  // of one block
+constexpr int rows_at_once = 8;  // of one block of threads
 
-// A lane of each warp looks whether any rank has something for a row; all threads add up those rows for which one has.
-// Most are zeros on every rank, as they are in `out` already, unless there is something to add them to.
+// One thread of each warp finds whether any rank has a sum for a row; all threads then add up the rows with a sum. Most
+// rows have none, and `out` already has zeros there; they are written only if there is a base.
 template <typename In, typename Out, bool with_squares, int width>
 __global__ void __launch_bounds__(threads) mean_rows_kernel(
     const __grid_constant__ Pieces spread, int ranks, int64_t has_offset, int own, const RowSums own_sums,
@@ -177,19 +176,19 @@ __global__ void __launch_bounds__(threads) mean_rows_kernel(
   if constexpr (with_squares) add_over_block(own_squares, squares + blockIdx.x);
 }
 
-// Calls `run.operator()<width>()` with how many elements of each row are read at a time.
+// Calls `run.operator()<width>()` with the number of elements in one read of a row.
 template <typename Run>
 void with_width(int64_t columns, bool all_aligned, Run run) {
   all_aligned&& columns % vector == 0 ? run.template operator()<vector>() : run.template operator()<1>();
 }
 
-// Calls `run.operator()<Word>(words)` with the widest type of which a row and all that is read and written are made.
+// Calls `run.operator()<Word>(words)` with the widest type that divides a row and fits the alignment of all memory.
 template <typename Run>
 void with_words(int64_t row_bytes, bool all_aligned, Run run) {
   if (all_aligned && row_bytes % 16 == 0) {
     run.template operator()<uint4>(row_bytes / 16);
   } else {
-    run.template operator()<uint16_t>(row_bytes / 2);  // no type is narrower
+    run.template operator()<uint16_t>(row_bytes / 2);  // elements have at least 2 bytes
   }
 }
 

@@ -1,5 +1,5 @@
-// A step of Adam that also writes the copy of each shard that peers read: the new parameters are in registers then, and
-// need not be read again. Bound by memory: 28 bytes an element, and the copy.
+// A step of AdamW that also writes the copy of each shard that peers read, because the new parameters are in registers
+// and need not be read again. It is bound by memory bandwidth: 28 bytes an element, and the copy.
 
 #include "kernels/kernels.h"
 
@@ -17,7 +17,7 @@ struct AdamBatch {
   int count;
 };
 
-// How far averages that began with zeros are from where they would be.
+// Corrections of the bias of moving averages that began with zeros.
 struct Bias {
   float first;
   float second_root;
@@ -27,12 +27,12 @@ __device__ Bias bias_of(const AdamSettings& settings, float count) {
   return {1 - powf(settings.beta1, count), sqrtf(1 - powf(settings.beta2, count))};
 }
 
-// weight * before + (1 - weight) * now, rounded twice.
+// Returns weight * before + (1 - weight) * now, rounded twice.
 __device__ float average(float weight, float before, float now) {
   return fmaf(weight, before, fmaf(-weight, now, now));
 }
 
-// The roundings are those of torch's fused AdamW.
+// Updates one element, with the roundings of torch's fused AdamW.
 __device__ void update(
     const AdamSettings& settings, const Bias& bias, float& main_param, float gradient, float& exp_avg,
     float& exp_avg_sq) {

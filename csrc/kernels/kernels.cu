@@ -1,4 +1,4 @@
-// Copies by SMs, the end of a context that hangs, and the loading of all kernels.
+// Copies by SMs, the trap that ends a context, and the loading of all kernels.
 
 #include "kernels/kernels.h"
 

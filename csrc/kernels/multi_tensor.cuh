@@ -1,4 +1,4 @@
-// Shared by kernels: accesses of whole lines, sums over a block, one launch for up to `entries` tensors, cut into
+// Shared by kernels: vectorised accesses, sums over a block, one launch for up to `entries` tensors that are cut into
 // tiles, and the loading of kernels.
 #pragma once
 
@@ -61,8 +61,8 @@ __device__ void store(T* to, const Pack<T, width>& pack) {
 
 inline __host__ __device__ bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
-// One element of base + sum / divisor: the mean is rounded to Out before `base` is added. Adds the element's square to
-// `squares`.
+// Returns one element of base + sum / divisor; the mean is rounded to Out before `base` is added. Adds the element's
+// square to `squares`.
 template <bool with_squares, typename Out>
 __device__ Out mean_element(float sum, float divisor, bool has_base, Out base, double& squares) {
   auto element = narrow<Out>(__fdiv_rn(sum, divisor));
@@ -74,7 +74,7 @@ __device__ Out mean_element(float sum, float divisor, bool has_base, Out base, d
   return element;
 }
 
-// Adds what the threads of this block have to `*to`, in an order that depends on nothing.
+// Adds the values of all threads of this block to `*to`, in a fixed order.
 inline __device__ void add_over_block(double value, double* to) {
   __shared__ double of_warps[threads / 32];
   for (int distance = 16; distance > 0; distance /= 2) value += __shfl_down_sync(~0u, value, distance);
@@ -85,7 +85,7 @@ inline __device__ void add_over_block(double value, double* to) {
   *to += value;
 }
 
-// The entry of a batch to which this tile of all belongs.
+// Returns the entry of a batch to which a tile belongs.
 template <typename Batch>
 __device__ int entry_of(const Batch& batch, int tile) {
   int low = 0, high = batch.count - 1;  // the last entry that begins at or before the tile
@@ -100,8 +100,8 @@ __device__ int entry_of(const Batch& batch, int tile) {
   return low;
 }
 
-// Calls `launch(batch, tiles)` for every `entries` of the `count` items, of `size_of(item)` units each. A block has one
-// tile: with fewer blocks that go on to further tiles, memory is idle while a block goes on.
+// Calls `launch(batch, tiles)` for every `entries` of the `count` items, each of `size_of(item)` units. A CUDA block
+// has one tile: if it looped over several tiles, memory would be idle between them.
 template <typename Batch, typename Item, typename SizeOf, typename Launch>
 cudaError_t in_batches(
     const Item* items, int count, int64_t per_tile, Item (Batch::*member)[entries], SizeOf size_of, Launch launch) {

@@ -33,7 +33,7 @@ void mean_by_ops(const std::vector<at::Tensor>& rows, double divisor, at::Tensor
   }
 }
 
-// Of the size of `like`, of each address.
+// Returns for each address a tensor with the sizes of `like`.
 std::vector<at::Tensor> tensors_at(
     const std::vector<const void*>& addresses, at::ScalarType dtype, const at::Tensor& like) {
   std::vector<at::Tensor> tensors;

@@ -1,4 +1,4 @@
-// The fp32 sums of slices of gradients, of many in one launch. They are bound by memory, and read as the casts do
+// fp32 sums of slices of many gradients in one launch. They are bound by memory bandwidth, and read as casts do
 // (cast.cu).
 
 #include "kernels/kernels.h"
@@ -9,10 +9,10 @@ namespace zcompile::cuda {
 
 namespace {
 
-constexpr int mean_steps = 2;  // accesses of one thread to each row of a sum
+constexpr int mean_steps = 2;  // reads by one thread of each row of a sum
 constexpr int mean_tile = threads * vector * mean_steps;
 
-constexpr int max_means = 32, max_rows = 256;  // of one launch; its arguments fit into 4 KiB
+constexpr int max_means = 32, max_rows = 256;  // of one launch, whose arguments must fit into 4 KiB
 static_assert(max_rows >= max_ranks);
 
 struct MeanEntry {
@@ -24,7 +24,7 @@ struct MeanEntry {
 };
 
 struct MeanBatch {
-  const void* rows[max_rows];  // of the first entry, then of the second, ...
+  const void* rows[max_rows];  // those of the first entry, then those of the second, ...
   MeanEntry entries[max_means];
   int first_tile[max_means + 1];
   int count;

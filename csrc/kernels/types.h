@@ -1,14 +1,14 @@
-// Arguments of kernels that callers name, too. Free of torch, for nvcc, and of CUDA, for builds without it.
+// Types of arguments of kernels. Without torch's headers, for nvcc, and without CUDA's, for builds without CUDA.
 #pragma once
 
 namespace zcompile {
 
-// The numbers of one step of AdamW.
+// The hyperparameters of one step of AdamW.
 struct AdamSettings {
   float learning_rate;
   float beta1;
   float beta2;
-  float weight_decay;  // of weights by themselves (AdamW)
+  float weight_decay;  // decoupled, as in AdamW
   float eps;
 };
 
@@ -16,7 +16,7 @@ namespace cuda {
 
 enum class Type { f32, bf16, f16 };
 
-constexpr int max_ranks = 128;  // rows of one sum
+constexpr int max_ranks = 128;  // at most this many rows in one sum
 
 }  // namespace cuda
 
