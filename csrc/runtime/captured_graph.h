@@ -1,19 +1,19 @@
-// A captured graph's memory: where a replay reads its inputs, and which of its results are still read.
+// The memory of a captured graph: the addresses of its inputs, and the results of replays that are still in use.
 //
 // [Note: results of replays]
-// A replay writes to the addresses at which the capture wrote. So results that the program keeps would change when the
-// next replay runs. Each replay therefore returns new tensors over that memory, and the pool refers to their storages
-// weakly. Before a replay of any graph of the pool, the results that still exist move to memory of the allocator. A
-// storage can exchange its memory; tensors and views over it stay as they are. Most often few exist: a loss of the step
-// before, and gradients that the next microbatch adds to.
+// Every replay writes its results to the addresses of the capture. So the next replay would overwrite results that the
+// program still holds. Therefore each replay returns new tensors over this memory, and the pool has weak references to
+// their storages. Before a replay of any graph of the pool, the results that still exist move to memory of torch's
+// allocator: their storages exchange their memory, and tensors and views over them stay valid. Usually few results
+// exist then, such as the loss of the previous step, and gradients to which the next microbatch adds.
 //
-// Results of forward that backward takes as inputs stay in place, and backward may use their memory again. A forward
-// may not, because the program may yet read its inputs. Results that existed while the graph was captured stay in
-// place, too: the capture could not use their memory again.
+// Results of forward that are inputs of backward do not move, and backward may reuse their memory. A forward may not
+// reuse the memory of its inputs, because the program may still read them. Results that existed during the capture of a
+// graph do not move either when it is replayed, because the capture could not reuse their memory.
 //
 // [Note: inputs of a captured graph]
-// An input is read in place, at the address it had at the capture, if its storage was the same in the calls before, as
-// that of a parameter, or if it is a result of the pool. Others are copied into memory of the graph's own first.
+// A replay reads an input in place, at its address in the capture, if the input had the same storage in all earlier
+// calls (as a parameter has), or if it is a result of the pool. Other inputs are first copied to memory of the graph.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,13 +32,13 @@
 namespace zcompile {
 
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
-using Tensors = std::vector<std::optional<at::Tensor>>;  // none: no tensor
+using Tensors = std::vector<std::optional<at::Tensor>>;  // empty: not a tensor
 
-// The results of all captured graphs of a device, which share a pool of memory.
+// The results of all captured graphs of a device. The graphs share a memory pool.
 class GraphPool {
  public:
-  using Kept = std::unordered_map<const void*, size_t>;  // addresses, and how many bytes there
-  // Results that others than `inputs` have move to memory of the allocator, but for those that lie in `kept`.
+  using Kept = std::unordered_map<const void*, size_t>;  // address -> bytes of the result there
+  // Moves results that are referenced by more than `inputs` to memory of the allocator, except those in `kept`.
   void move_results(const Tensors& inputs, const Kept& kept);
 
  private:
@@ -48,54 +48,54 @@ class GraphPool {
     void* address;
     size_t nbytes;
     c10::Device device;
-    at::Tensor owner;  // of the memory, until a capture may use it again
-    WeakStorage storage{c10::intrusive_ptr<c10::StorageImpl>()};  // that a replay handed out last
+    at::Tensor owner;  // owns the memory until a capture may reuse it
+    WeakStorage storage{c10::intrusive_ptr<c10::StorageImpl>()};  // returned by the last replay
 
-    int64_t holders() const;  // of that storage
+    int64_t holders() const;  // number of references to `storage`
   };
 
   static void move_out(const Result& result);
-  std::shared_ptr<Result> find(const at::Tensor& tensor) const;  // the result whose memory it has now; none: no result
+  std::shared_ptr<Result> find(const at::Tensor& tensor) const;  // the result in whose memory `tensor` is; null if none
 
-  std::vector<std::weak_ptr<Result>> results_;  // of the graphs that exist
+  std::vector<std::weak_ptr<Result>> results_;  // of all existing graphs
 };
 
 class CapturedGraph {
   using Kept = GraphPool::Kept;
 
  public:
-  // `models` are those whose parameters the graph gathers and reduces. `in_place`: for each input, whether its storage
-  // is a lasting one.
+  // `models` own the parameters that the graph gathers and reduces. `in_place`: for each input, whether it had the same
+  // storage in all earlier calls.
   CapturedGraph(
       std::shared_ptr<GraphPool> pool, const std::vector<std::shared_ptr<Model>>& models, const Tensors& inputs,
       const std::vector<bool>& in_place, bool is_backward);
-  // Results that still exist move to memory of the allocator.
+  // Moves results that still exist to memory of the allocator.
   ~CapturedGraph();
   CapturedGraph(const CapturedGraph&) = delete;
   CapturedGraph& operator=(const CapturedGraph&) = delete;
 
-  // `before` was observed in an uncaptured call, and is of the models. Stale cached shards are refreshed here. After
-  // this, all work of transports is before the current stream, for which the capture's stream is to wait.
+  // Prepares the models for a capture. `before` was recorded in an uncaptured call of them. Refreshes stale cached
+  // shards, and makes the current stream wait for all work of transports; the capture's stream must wait for it.
   void prepare_capture(const HostRecording& before);
-  // The inputs with which the code is to be captured. Asked for once.
+  // Returns the inputs with which to call the code for the capture. Called once.
   Tensors inputs();
-  // The current stream is being captured. From here on, the host's effects are recorded.
+  // Called at the beginning of the capture of the current stream. Starts to record effects on the host.
   void start_capture();
-  // While the stream is still captured, also after an exception.
+  // Called while the stream is still captured, also after an exception.
   void end_capture();
   void keep_results(const Tensors& results);
-  // The driver's executable graph, as a number; none on a CPU.
+  // `graph` is the driver's executable graph, as a number; 0 on a CPU.
   void set_executable(uintptr_t graph);
-  // After an exception, when the stream is captured no more.
+  // Called after an exception, when the capture of the stream has ended.
   void abandon_capture();
 
-  // Whether a replay may read the inputs. kOtherMemory comes with the first input that is not where it was.
-  // kOtherStaging: gradients would be pushed to other memory of a transport, see Transport::reduced_pieces.
+  // Whether a graph can be replayed with its inputs. kOtherMemory: an input that is read in place has another address.
+  // kOtherStaging: gradients would be pushed to other staging of a transport, see Transport::reduced_pieces.
   enum class Match { kYes, kOtherMemory, kOtherShape, kOtherStaging, kModelGone };
-  // On kYes, all is ready for a replay; otherwise nothing happened. Throws where an op of the graph would have. The
-  // first replay, behind the capture, needs no call.
+  // Prepares a replay if the match is kYes; otherwise has no effect. Returns with kOtherMemory the index of the first
+  // such input. Throws the errors that the graph's ops would. Not needed for the first replay, after the capture.
   std::pair<Match, int64_t> start_replay(const Tensors& inputs);
-  // What the replay that was launched last computes. Asked for once.
+  // Returns the results of the last replay. Called once for each replay.
   Tensors results();
 
  private:
@@ -109,8 +109,8 @@ class CapturedGraph {
   };
   struct Output {
     bool is_tensor = false;
-    int64_t input = -1;  // with whose storage it is
-    int64_t storage = -1;  // among storages_
+    int64_t input = -1;  // index of the input whose storage it has; -1: none
+    int64_t storage = -1;  // index in storages_; -1: none
     std::vector<int64_t> sizes, strides;
     int64_t offset = 0;
     at::TensorOptions options;
@@ -118,33 +118,33 @@ class CapturedGraph {
 
   std::pair<Match, int64_t> match(const Tensors& inputs) const;
   void copy_inputs(const Tensors& inputs);
-  void call(void (Transport::*function)()) const;  // of all transports
+  void call(void (Transport::*function)()) const;  // on all transports
 
   std::shared_ptr<GraphPool> pool_;
   std::vector<std::weak_ptr<Model>> models_;
-  std::vector<std::weak_ptr<Transport>> transports_;  // of these
-  std::vector<uint32_t> pieces_;  // that each had reduced when the capture began
-  std::vector<bool> reduces_;  // whether the graph reduces any
+  std::vector<std::weak_ptr<Transport>> transports_;  // of the models
+  std::vector<uint32_t> pieces_;  // by transport: reduced_pieces() when the capture began
+  std::vector<bool> reduces_;  // by transport: whether the graph reduces over it
   std::vector<Input> inputs_;
-  std::vector<WeakStorage> input_storages_;  // that the captured code had; their addresses stay theirs
+  std::vector<WeakStorage> input_storages_;  // of the capture; weak references keep their addresses unique
   std::vector<Output> outputs_;
   std::vector<std::shared_ptr<GraphPool::Result>> storages_;
   Kept kept_;  // results that existed during the capture
   HostRecording recording_;
-  Tensors captured_inputs_;  // until inputs()
-  Tensors given_;  // the inputs of the replay, until results()
+  Tensors captured_inputs_;  // returned by inputs()
+  Tensors given_;  // the inputs of the current replay, until results()
 };
 
-// Ends HostEffects::observe(), after a call of code that gathers and reduces parameters of `models`.
+// Ends HostEffects::observe() after a call of code that gathers and reduces parameters of `models`.
 HostRecording stop_observing(const std::vector<std::shared_ptr<Model>>& models);
-// Whether `models` still have the transports that they had then.
+// Whether `observed` was recorded with the current transports of `models`.
 bool is_of(const HostRecording& observed, const std::vector<std::shared_ptr<Model>>& models);
 
-// Whether the host does nothing for the ops of `model` that a replay would not repeat: it caches no microbatches,
-// defers no reduces, collects no squares, and records no gathers.
+// Whether a replay would repeat everything that the host does for the ops of `model`: the model caches no microbatches,
+// defers no reduces, collects no squares of gradients, and records no gathers.
 bool may_replay(const Model& model);
 
-// For each input of a piece of code, whether it was over the same storage, at the same address, in the calls so far.
+// Finds for each input of a piece of code whether it had the same storage and address in all calls so far.
 class LastingInputs {
  public:
   void note(const Tensors& inputs);
@@ -153,9 +153,9 @@ class LastingInputs {
 
  private:
   std::vector<WeakStorage> storages_;
-  std::vector<const void*> addresses_;  // unsharded parameters of a unit keep their storage, and not their memory
+  std::vector<const void*> addresses_;  // unsharded parameters of a unit keep their storage, but not their memory
   std::vector<bool> lasting_;
-  std::unordered_set<int64_t> forgotten_;  // that were found to change later
+  std::unordered_set<int64_t> forgotten_;  // indices of inputs that changed later
 };
 
 }  // namespace zcompile

@@ -1,4 +1,4 @@
-// Transfers that were started and that nobody has waited for yet.
+// Transfers that have started and have not been waited for.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,8 +15,8 @@
 
 namespace zcompile {
 
-// A transfer that several tensors may wait for. The first wait is for all, and on GPU orders the stream that is current
-// then: compiled code, which alone starts transfers together, has one.
+// A transfer of several tensors, each with a wait of its own. The first wait is for all tensors, and on GPU blocks only
+// the stream that is current then. That suffices, since only compiled code groups transfers, and it uses one stream.
 class SharedTransfer {
  public:
   SharedTransfer(std::shared_ptr<Transport> transport, std::unique_ptr<Transfer> transfer)
@@ -29,31 +29,32 @@ class SharedTransfer {
   std::once_flag waited_;
 };
 
-// A transfer and the tensors it reads and writes, which must outlive it whatever the program does.
+// A transfer and the tensors that it reads and writes, kept alive until it ends.
 struct InFlight {
   std::weak_ptr<Model> model;
-  std::shared_ptr<SharedTransfer> transfer;  // none: nothing has to move
+  std::shared_ptr<SharedTransfer> transfer;  // null: no transfer is needed
   at::Tensor destination;
   at::Tensor source;
-  const ParamState* param = nullptr;  // for messages
-  ParamState* cache_for = nullptr;  // whose unsharded parameter this is, if it may be cached
-  bool is_kept = false;  // whoever started it will wait for it
+  const ParamState* param = nullptr;  // for error messages
+  ParamState* cache_for = nullptr;  // the parameter to cache on arrival; null: not cached
+  bool is_kept = false;  // `abandon` leaves it, because its starter will wait for it
 };
 
-// Found by the storage of the destination. Process-wide, because a wait has only a tensor to start from.
+// A table by the storage of the destination. It is global to the process, because a wait gets only a tensor.
 class InFlightTable {
  public:
   static InFlightTable& instance();
 
   void start(InFlight in_flight);
-  // Forgets it, and shares its model, which its transfer may refer to. None if it is not in flight, or its model ends.
+  // Removes a transfer and returns it with its model, which the transfer may use. Empty if there is none, or if its
+  // model is being destroyed.
   std::optional<std::pair<std::shared_ptr<Model>, InFlight>> finish(const at::Tensor& destination);
-  // When `unsharded` arrives, it may be cached.
+  // Lets the runtime cache `unsharded` when it arrives.
   void cache_on_arrival(const at::Tensor& unsharded, ParamState* param);
-  // Ends what nobody waited for, because a step failed half-way; not what is kept.
+  // Waits for and removes transfers left by a step that raised; not those with `is_kept`.
   void abandon(const std::weak_ptr<Model>& model);
-  // Drops what belongs to a model that ends. It is not waited for: a wait may be a collective, in which other ranks
-  // need not take part. What moves keeps its memory.
+  // Removes the transfers of a model that is being destroyed, without a wait, because a wait may be a collective in
+  // which other ranks do not take part. Running transfers keep their memory.
   void forget(const std::weak_ptr<Model>& model);
 
  private:

@@ -9,18 +9,18 @@ namespace zcompile {
 
 struct ParamState;
 
-// The budget of a model's cached parameters. A parameter is cached when its gather ends, first come, first served, and
-// is valid as long as its main parameter has the version that was gathered.
+// The budget of a model's cached parameters. Parameters are cached in the order in which their gathers end, until the
+// budget is spent. An entry is valid as long as the version counter of its main parameter does not change.
 class MicrobatchCache {
  public:
   bool is_on() const { return is_on_; }
   void begin(int64_t budget_bytes);  // has no effect on a cache that is on
-  bool end();  // whether the cache was on; the caller clears every parameter's entries
+  bool end();  // returns whether the cache was on; the caller drops the entries of every parameter
   void limit(int64_t budget_bytes) { left_bytes_ = std::min(left_bytes_, budget_bytes); }
 
-  // Adds `unsharded` if the cache is on, it fits and there is none of its dtype.
+  // Adds `unsharded` if the cache is on, the budget suffices, and the parameter has no entry of this dtype.
   void add(ParamState& param, const at::Tensor& unsharded);
-  at::Tensor find(ParamState& param, at::ScalarType dtype);  // undefined if there is no valid one
+  at::Tensor find(ParamState& param, at::ScalarType dtype);  // undefined if there is no valid entry
   void drop(ParamState& param);
 
  private:

@@ -1,4 +1,4 @@
-// Tensors that stay while their memory comes and goes: the unsharded parameters of units.
+// Frees and restores the memory of tensors that stay the same objects: the unsharded parameters of units.
 //
 // Autograd saves such a tensor, or views of it, in forward. Its storage is empty between forward and backward.
 #pragma once
@@ -7,11 +7,11 @@
 
 namespace zcompile {
 
-// Gives the storage of `tensor`, which may be empty, the memory of `from`'s storage, which is empty from then on. Any
-// memory that it had is freed. The version of `tensor` stays.
+// Moves the memory of the storage of `from` to the storage of `tensor`, and frees the memory that `tensor` had. The
+// storage of `from` is empty afterwards. The version counter of `tensor` does not change.
 void take_memory(const at::Tensor& tensor, const at::Tensor& from);
 
-// Empties the storage of `tensor`. Whoever reads it meanwhile gets torch's error that its data is not allocated.
+// Empties the storage of `tensor`. A read then raises torch's error that its data is not allocated.
 void free_memory(const at::Tensor& tensor);
 
 }  // namespace zcompile
