@@ -1,1 +1,1 @@
-"""The torch.compile backend, and all that knows Inductor."""
+"""The torch.compile backend, and all code that depends on Inductor."""

@@ -40,14 +40,14 @@ from zcompile.state.sharded_model import ShardedModel, models_of
 from zcompile.state.sharded_parameter import ShardedParameter, as_parameter, model_of
 from zcompile.state.user_hooks import saves_by_hooks
 
-LEAST_BUDGET = 1e-6  # under 0.0, torch's partitioner saves the inputs of a graph alone, and nothing that is tagged
+LEAST_BUDGET = 1e-6  # with 0.0, torch's partitioner saves only inputs of the graph, and ignores tags
 
 
 def parse_options(options: Mapping[str, Any] | None) -> Settings:
-    """Settings from a user's options, all of them checked, Inductor's own too.
+    """Check a user's options, including those for Inductor, and return them as settings.
 
     Raises:
-        ValueError: an unknown option, or a value that an option cannot have; lists what is known.
+        ValueError: an unknown option, or an invalid value; lists the known options.
     """
     settings = Settings.parse(options)
     check_config(settings.inductor)
@@ -61,14 +61,15 @@ def compile_graph(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph; what `torch.compile(model, backend="zcompile")` calls.
+    """Compile one Dynamo graph. `torch.compile(model, backend="zcompile")` calls it.
 
     Args:
+        example_inputs: inputs of the graph; parameters among them are leaves.
         mode: an Inductor mode, such as "reduce-overhead", which asks for CUDA graphs.
         options: see `zcompile.options.Settings`.
 
     Raises:
-        ValueError: an unknown option, or one that does not go with another.
+        ValueError: an unknown option, or options that contradict each other.
         RuntimeError: see `check_graph`.
     """
     settings = parse_options(options)
@@ -84,7 +85,7 @@ def compile_graph(
             gm, example_inputs, settings, plan, mode, agree=_agreeing(example_inputs, settings, program)
         )
     except Exception as error:
-        if not isinstance(error, RestartAnalysis):  # by which Dynamo traces once more
+        if not isinstance(error, RestartAnalysis):  # raised to let Dynamo trace again
             _stop_others(example_inputs, settings, error)
         raise
     if not _models(example_inputs):
@@ -97,9 +98,9 @@ setattr(compile_graph, PLANS, True)
 
 
 def _tell_models_apart(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Number the domains of the second model in a graph, and of later ones, apart from those of the first.
+    """Give the domains of each model in a graph different numbers.
 
-    Passes move parameters of one domain together, and parameters of two models cannot be.
+    Passes transfer parameters of one domain together, which is impossible for parameters of two models.
     """
     numbers: dict[ShardedModel, int] = {}
     for model in _models(example_inputs):
@@ -113,12 +114,12 @@ def _tell_models_apart(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
 
 
 def _agreement_of(model: ShardedModel, settings: Settings) -> Agreement | None:
-    """By which ranks compare programs when code that is compiled now runs, as `ShardedModel.agreement` then."""
+    """Return the `Agreement` by which ranks compare the compiled code before its first run; None if they do not."""
     return model.program_check if link_of(model, settings).wire.transport != "p2p" else None
 
 
 def _stop_others(example_inputs: Sequence[Any], settings: Settings, error: Exception) -> None:
-    """Other ranks compare the graph with this rank, which failed to compile it: a full disk, a broken cache."""
+    """Raise on other ranks, which would otherwise wait to compare a graph that this rank failed to compile."""
     for model in _models(example_inputs):
         if (agreement := _agreement_of(model, settings)) is not None:
             agreement.stop(f"could not compile a graph: {type(error).__name__}: {error}")
@@ -127,7 +128,7 @@ def _stop_others(example_inputs: Sequence[Any], settings: Settings, error: Excep
 def _agreeing(
     example_inputs: Sequence[Any], settings: Settings, program: Callable[[Sequence[Any]], list[Line]]
 ) -> Agree | None:
-    """By which the ranks of the first model in a graph agree on a number. None if they may run different plans."""
+    """Return a function that takes the largest of all ranks' numbers; None if ranks may run different plans."""
     agreement = next((_agreement_of(model, settings) for model in _models(example_inputs)), None)
     if agreement is None:
         return None
@@ -137,7 +138,7 @@ def _agreeing(
 def partition(
     plan: Plan, joint: GraphModule, joint_inputs: Sequence[Any], agree: Agree | None = None, **kwargs: Any
 ) -> tuple[GraphModule, GraphModule]:
-    """Split a joint graph into forward and backward, within the plan's limit of memory; see `within_limit`."""
+    """Split a joint graph into forward and backward, within the plan's memory limit; see `within_limit`."""
     plan = within_limit(plan, joint, lambda plan, joint: _split(plan, joint, joint_inputs, **kwargs), agree)
     return _split(plan, joint, joint_inputs, **kwargs)
 
@@ -151,10 +152,11 @@ def compile_planned(
     split: Partition = partition,
     agree: Agree | None = None,
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph under a plan. What Inductor compiled has torch's `serialize`.
+    """Compile one Dynamo graph under a plan. The result of Inductor has torch's method `serialize`.
 
     Args:
-        agree: see `within_limit`. All ranks have it, or none.
+        split: splits a joint graph into forward and backward.
+        agree: see `within_limit`. All ranks pass it, or none does.
 
     Raises:
         ValueError, RuntimeError: see `compile_graph`.
@@ -176,7 +178,10 @@ def compile_aot_eager(
     agree: Agree | None = None,
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """Plan one Dynamo graph and run it op by op; `look` is called with each graph before it is scheduled."""
+    """Plan one Dynamo graph, and return a callable that runs it op by op.
+
+    `look` is called with each graph and its plan before the schedule passes.
+    """
     joint_passes, schedule_passes = pipeline.joint_passes(plan), pipeline.schedule_passes(plan)
     chosen = plan
 
@@ -209,7 +214,7 @@ def compile_aot_eager(
 def _split(
     plan: Plan, joint: GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
 ) -> tuple[GraphModule, GraphModule]:
-    """Split a joint graph by AOTAutograd's min-cut, and verify what crosses between forward and backward."""
+    """Split a joint graph by torch's min-cut partitioner, and verify the tensors that forward saves for backward."""
     save_more = config.ban_recompute_materialized_backward and not plan.rematerialize
     save_readers_of_written(joint.graph)
     budget = plan.activation_memory_budget
@@ -224,7 +229,7 @@ def _split(
 
 
 def _passing_for_parameters(gm: GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled`, whose results that are gathered parameters are to eager code what reads in eager code are."""
+    """Wrap `compiled`, so that eager code can use gathered parameters among its results like parameters it reads."""
     results = cast(Sequence[Any], gm.graph.output_node().args[0])
     positions = [i for i, node in enumerate(results) if isinstance(node, Node) and node.target is GATHER]
     if not positions:
@@ -240,7 +245,7 @@ def _passing_for_parameters(gm: GraphModule, compiled: Callable[..., Any]) -> Ca
 
 
 def _refusing_split_backwards(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled` of one rank. It reduces nothing, and reduces are what refuses a split backward on several ranks."""
+    """Wrap `compiled`, so that a split backward raises on one rank too, where no reduce raises the error."""
 
     def run(*args: Any) -> Any:
         values = compiled(*args)
@@ -265,15 +270,15 @@ def _refusing_split_backwards(compiled: Callable[..., Any]) -> Callable[..., Any
 
 
 def _models(inputs: Sequence[Any]) -> list[ShardedModel]:
-    """The models that some of `inputs` are shards of, the one of the first domain first."""
+    """Return the models whose shards are among `inputs`, ordered by domain."""
     found = {id(model): model for value in inputs if (model := model_of(value)) is not None}
     return sorted(found.values(), key=lambda model: model.domain)
 
 
 def _plan(example_inputs: Sequence[Any], settings: Settings) -> Plan:
-    """What the passes are configured with, for the model that the inputs are shards of; the same on all its ranks."""
+    """Return the plan for the first model whose shards are among the inputs; the same on all its ranks."""
     model = next(iter(_models(example_inputs)), None)
-    if model is None:  # nothing is gathered, or tests compile a graph of their own
+    if model is None:  # no parameter is sharded, or a test compiles a graph of its own
         link, memory_bytes = CPU.over("gloo", 2), CPU.memory_bytes
     else:
         link, memory_bytes = link_of(model, settings), model.machine.memory_bytes
@@ -281,8 +286,8 @@ def _plan(example_inputs: Sequence[Any], settings: Settings) -> Plan:
 
 
 def limited(settings: Settings, plan: Plan, example_inputs: Sequence[Any]) -> Plan:
-    """`plan` with the option `memory_limit`, for a Dynamo graph with these inputs."""
-    # Eager code has gathered the parameters of small layers that are compiled alone.
+    """Return `plan` with the option `memory_limit`, for a Dynamo graph with these inputs."""
+    # Some inputs are unsharded parameters of a unit: eager code gathers small layers that are compiled alone.
     units = {i: unit for i, each in enumerate(example_inputs) if (unit := getattr(each, UNIT, lambda: None)())}
     first = next(iter(_models(example_inputs)), None) or next((unit.state for unit in units.values()), None)
     if settings.memory_limit is None or first is None:
@@ -304,9 +309,12 @@ def limited(settings: Settings, plan: Plan, example_inputs: Sequence[Any]) -> Pl
 
 
 def _kept_bytes(sharded: ShardedParameter, count: int) -> int:
-    """Bytes of the states of a parameter of which this rank has `count` elements: its shard, moments and gradient.
+    """Return the bytes of a parameter's shard, moments and accumulated gradient on this rank.
 
-    Of a gradient only that of earlier microbatches; a graph counts its own.
+    The gradient counts only if microbatches accumulate, since the graph counts the gradient that it computes.
+
+    Args:
+        count: elements of the parameter's shard on this rank.
     """
     state, itemsize = sharded.state, sharded.leaf.itemsize
     own = -(-count // state.mesh.size(0)) if state.over_hosts else count
@@ -323,13 +331,13 @@ def _kept_bytes(sharded: ShardedParameter, count: int) -> int:
 
 
 def link_of(model: ShardedModel, settings: Settings) -> Link:
-    """What plans of `model` count with: the same on all its ranks."""
+    """Return the rates of compute and transfers for plans of `model`; the same on all its ranks."""
     transport = model.transport.transport if settings.transport == "auto" else settings.transport
     return model.machine.hardware.over(transport, model.runtime.world)
 
 
 def prepare(model: ShardedModel, settings: Settings) -> None:
-    """Let a model run what was compiled under `settings`; all ranks together."""
+    """Prepare a model to run code compiled under `settings`. A collective call."""
     if settings.transport != "auto":
         model.use_transport(settings.transport)
     model.limit_microbatch_cache(settings.microbatch_cache_bytes)
@@ -338,9 +346,10 @@ def prepare(model: ShardedModel, settings: Settings) -> None:
 
 
 def _prepare_for_graphs(model: ShardedModel) -> None:
-    """Have the transfers of a model go into CUDA graphs, or say why they cannot."""
+    """Prepare the transfers of a model for capture in CUDA graphs. Raises ValueError if they use NCCL."""
     has_collectives = model.runtime.world > 1 and "p2p" not in model.runtime.stats()["transport"]
-    if model.mesh.device_type == "cuda" and has_collectives and model.domain == 0:  # of others, stats(model) says it
+    # For other domains, stats(model) has the reason.
+    if model.mesh.device_type == "cuda" and has_collectives and model.domain == 0:
         raise ValueError(
             "zcompile: CUDA graphs (option 'cuda_graphs', modes 'reduce-overhead' and 'max-autotune') cannot hold the "
             f"collectives of NCCL, which this model uses ({model.transport.reason}): NCCL does not close a group while "
@@ -353,16 +362,16 @@ def _prepare_for_graphs(model: ShardedModel) -> None:
 def _on_first_run(
     compiled: Callable[..., Any], settings: Settings, program: Callable[[Sequence[Any]], list[Line]]
 ) -> Callable[..., Any]:
-    """`compiled`, which prepares each model when it first runs it.
+    """Wrap `compiled`, so that its first run with each model prepares the model.
 
-    Dynamo lets all models of a class share `compiled`, as long as their options are equal. So a model may be another
-    one than that with which it was compiled.
+    Dynamo lets all models of a class share `compiled` if their options are equal. So `compiled` may run with another
+    model than the one for which it was compiled.
 
     Args:
-        program: what is compared with other ranks, for the inputs of a run.
+        program: returns the lines to compare with other ranks, for the inputs of a run.
     """
     prepared: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
-    position: int | None = None  # of an input that is a shard
+    position: int | None = None  # of an input that is a leaf
 
     def run(*args: Any) -> Any:
         nonlocal position
@@ -381,11 +390,12 @@ def _on_first_run(
 
 
 class _Read(NamedTuple):
-    """A gather of a Dynamo graph, or a collective of the model's own between them.
+    """A gather in a Dynamo graph, or one of the model's own collectives.
 
     Attributes:
-        position: of the input that is the shard; None of a collective, -1 of what is no input.
-        what: dtype, or the name of the collective, whose sizes may differ between ranks.
+        position: index of the graph input that is gathered; -1 if no input is, None for a collective.
+        what: the dtype of the gather, or the name of the collective (without sizes, which may differ between ranks).
+        place: the line of the model's code.
     """
 
     position: int | None
@@ -394,7 +404,7 @@ class _Read(NamedTuple):
 
 
 def _reads(gm: GraphModule) -> list[_Read]:
-    """What a Dynamo graph reads and which collectives it has, in its order."""
+    """Return the gathers of a Dynamo graph and the model's own collectives, in order."""
     positions = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     reads = []
     for node in gm.graph.nodes:
@@ -411,7 +421,7 @@ def _reads(gm: GraphModule) -> list[_Read]:
 
 
 def _without_folder(line: str) -> str:
-    """A line of a stack trace, its file without the folder from which Python imports it: that differs between hosts."""
+    """Shorten the file of a stack trace's line to its path in `sys.path`, because folders differ between hosts."""
     quoted = line.strip().split('"')
     if len(quoted) < 3:
         return line.strip()
@@ -421,7 +431,7 @@ def _without_folder(line: str) -> str:
 
 
 def _program(reads: Sequence[_Read], plan: Plan, settings: Settings, args: Sequence[Any]) -> list[Line]:
-    """What decides which parameters travel, in which order and groups: a line for each thing that ranks must share."""
+    """Return a line for each fact that ranks must share, because it decides the order and groups of transfers."""
     known = {id(sharded.leaf): sharded for model in _models(args) for sharded in model.in_modules()}
 
     def line(read: _Read) -> Line:
@@ -444,8 +454,8 @@ def _program(reads: Sequence[_Read], plan: Plan, settings: Settings, args: Seque
 def _warn_if_unsharded(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     if not (dist.is_initialized() and dist.get_world_size() > 1) or calls(gm.graph, GATHER):
         return
-    unsharded = [value for value in example_inputs if model_of(value) is None]  # shards of one rank are read ungathered
-    # Not what an earlier graph or a unit gathered.
+    unsharded = [value for value in example_inputs if model_of(value) is None]  # a model on one rank has no gathers
+    # Parameters that an earlier graph or a unit gathered do not count.
     if any(type(value) is torch.nn.Parameter and not hasattr(value, UNIT) for value in unsharded):
         warnings.warn(
             "zcompile: this graph reads parameters that are not sharded, so every rank keeps all of them and gradients "

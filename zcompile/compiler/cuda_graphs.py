@@ -1,15 +1,15 @@
-"""CUDA graphs: each piece of compiled code is captured with its transfers, then replayed by one launch.
+"""CUDA graphs: captures compiled code with its transfers, and replays it by one launch.
 
-A step of small kernels waits for Python. A captured forward or backward costs the host one launch, whatever it has.
+A step of small kernels is limited by Python. A captured forward or backward costs the host a single launch.
 
 [Note: a replay repeats the host's part]
-Kernels, copies between GPUs and signals are in the graph. When the host issues a gather or a reduce, it also counts
-signals and takes notes: the order of collectives, statistics, the checks of lost writes and of changes between forward
-and backward. This is recorded during the capture and repeated before each replay (csrc/transport/host_effects.h).
-Cached shards that are stale are refreshed before a replay, outside of the graph. Where the host would do more, as
-inside of `zcompile.accumulate`, the code runs uncaptured. So does code with collectives of NCCL among several ranks:
-NCCL does not close a group while a graph with collectives of it lives. `zcompile.stats(model)["cuda_graphs"]` says how
-often, and why.
+The graph contains kernels, copies between GPUs and signals. But a gather or a reduce also has effects on the host: it
+counts signals, and updates the order of collectives, statistics, and the records for checks of lost writes and of
+changes between forward and backward. The capture records these effects, and each replay repeats them first
+(csrc/transport/host_effects.h). Stale cached shards are refreshed before a replay, outside of the graph. If a call has
+other effects on the host, as inside of `zcompile.accumulate`, it runs uncaptured. So does code with NCCL collectives
+among several ranks, because NCCL cannot destroy a communicator while a graph with its collectives exists.
+`zcompile.stats(model)["cuda_graphs"]` counts uncaptured calls by reason.
 
 Memory: see [Note: results of replays] and [Note: inputs of a captured graph] in csrc/runtime/captured_graph.h.
 """
@@ -30,52 +30,52 @@ from zcompile import _C
 from zcompile.state.sharded_model import ShardedModel, models_of
 from zcompile.state.sharded_parameter import model_of
 
-WARM_UPS = 2  # calls before a capture: kernels are tuned, and inputs whose memory lasts are known by the second
-MOST_SHAPES = 8  # graphs of one piece of code with the same parameters
+WARM_UPS = 2  # calls before a capture: the first tunes kernels, the second shows which inputs keep their memory
+MOST_SHAPES = 8  # most graphs of one piece of code with the same parameters
 
 Code = Callable[[list[Any]], Sequence[Any]]
 
 
 class Graph(Protocol):
-    """What captures the work of a device, and launches it again."""
+    """Captures the work of a device, and launches it again."""
 
     def capture(self) -> contextlib.AbstractContextManager[None]: ...
     def after_last(self) -> contextlib.AbstractContextManager[None]: ...
-    def executable(self) -> int: ...  # the driver's, as a number
+    def executable(self) -> int: ...  # the driver's executable graph, as a number
     def replay(self) -> None: ...
 
 
 class CudaGraph:
-    """A `torch.cuda.CUDAGraph` in the memory that all graphs of its device share: one runs at a time."""
+    """A `torch.cuda.CUDAGraph` whose memory is shared by all graphs of the device, which run one at a time."""
 
     def __init__(self) -> None:
-        self.graph = torch.cuda.CUDAGraph(keep_graph=True)  # whose nodes get other numbers before each replay
+        self.graph = torch.cuda.CUDAGraph(keep_graph=True)  # whose nodes are updated before each replay
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
-        """Capture what the block issues. Nothing of it runs."""
+        """Capture the work that the `with` block issues, without running it."""
         graphs = _graphs_of(torch.cuda.current_device())
         if not graphs.alive:
-            graphs.memory = torch.cuda.graph_pool_handle()  # torch ends a pool with its last graph
+            graphs.memory = torch.cuda.graph_pool_handle()  # torch frees a pool with its last graph
         graphs.alive.add(self.graph)
-        torch.cuda.empty_cache()  # the memory of the calls before, which the pool cannot have
+        torch.cuda.empty_cache()  # frees memory of earlier calls, which the pool cannot reuse
         graphs.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(graphs.stream), without_gc():
-            # Other threads may go on, such as those that fetch batches.
+            # "thread_local": other threads, such as those that load batches, may use CUDA meanwhile.
             self.graph.capture_begin(pool=graphs.memory, capture_error_mode="thread_local")
             try:
                 yield
             finally:
                 self.graph.capture_end()
-        # Before a replay sets the numbers of random generators, which the beginning of the capture has set, too.
+        # Needed before a replay, which sets the state of random generators, as the beginning of the capture did.
         torch.cuda.current_stream().wait_stream(graphs.stream)
 
     @contextlib.contextmanager
     def after_last(self) -> Iterator[None]:
-        """Do what the block issues on the stream of the last graph of the device; the current stream waits for it.
+        """Run the `with` block on the stream of the device's last replay; the current stream then waits for it.
 
-        The memory of that graph's results is used again, and results that still exist move. Their readers are on that
-        stream, and so is the memory to which they move.
+        The block moves results of that replay that still exist, before the next graph reuses their memory. Readers of
+        the results, and the memory to which they move, belong to that stream.
         """
         last, current = _graphs_of(torch.cuda.current_device()).last, torch.cuda.current_stream()
         if last is None or last == current:
@@ -87,19 +87,19 @@ class CudaGraph:
         current.wait_stream(last)
 
     def executable(self) -> int:
-        """The captured graph, made ready to launch."""
+        """Instantiate the captured graph, and return the driver's handle as a number."""
         self.graph.instantiate()
         return int(self.graph.raw_cuda_graph_exec())
 
     def replay(self) -> None:
-        """Launch it on the current stream."""
+        """Launch the graph on the current stream."""
         _graphs_of(torch.cuda.current_device()).last = torch.cuda.current_stream()
         self.graph.replay()
 
 
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
-    """The collector frees nothing meanwhile: another model's memory cannot be freed while CUDA captures."""
+    """Disable the garbage collector, because another model's memory must not be freed during a capture."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -111,10 +111,10 @@ def without_gc() -> Iterator[None]:
 
 @dataclass
 class _Graphs:
-    """Those of a device, captured on one stream."""
+    """All graphs of a device, which are captured on one stream."""
 
     stream: torch.cuda.Stream
-    last: torch.cuda.Stream | None = None  # on which one was launched
+    last: torch.cuda.Stream | None = None  # the stream of the last replay
     memory: Any = None
     alive: weakref.WeakSet[torch.cuda.CUDAGraph] = field(default_factory=weakref.WeakSet)
 
@@ -131,12 +131,12 @@ def _pool(device: torch.device) -> _C.GraphPool:
 
 @dataclass
 class Pair:
-    """The forward and the backward of one compiled graph: both are captured, or neither.
+    """State shared by the forward and the backward of one compiled graph: both are captured, or neither.
 
     Attributes:
-        obstacle: why they cannot be; empty if they can.
+        obstacle: why they cannot be captured; empty if they can.
         is_forward_captured: whether the last forward was a replay, so that its results are in the pool.
-        graphs: how many graphs of the forward there are, of the module that has most. Backward needs no more.
+        graphs: number of captured graphs of the forward, of the module with the most. Backward needs no more graphs.
     """
 
     obstacle: str = ""
@@ -148,8 +148,8 @@ class Pair:
 class _Captured:
     graph: Graph
     state: _C.CapturedGraph
-    others: list[Any]  # inputs that are no tensors
-    values: list[Any]  # results that are no tensors
+    others: list[Any]  # inputs that are not tensors
+    values: list[Any]  # results that are not tensors
 
 
 @dataclass
@@ -157,7 +157,7 @@ class _Variant:
     """One piece of code with the parameters of one module."""
 
     models: list[weakref.ref[ShardedModel]]
-    calls: Counter[tuple[Any, ...]] = field(default_factory=Counter)  # uncaptured ones, by shapes
+    calls: Counter[tuple[Any, ...]] = field(default_factory=Counter)  # uncaptured calls, by shapes of the inputs
     lasting: _C.LastingInputs = field(default_factory=_C.LastingInputs)
     captured: list[_Captured] = field(default_factory=list)
     effects: _C.HostEffects = field(default_factory=_C.HostEffects)  # of the last uncaptured call
@@ -170,12 +170,13 @@ class _Variant:
 
 
 class CapturedCode:
-    """Stands for a piece of compiled code: calls it, captures it, or replays it.
+    """Replaces a piece of compiled code: calls it, captures it, or replays it.
 
     Args:
         code: takes a list of inputs, which it empties.
-        mutated: positions of inputs that it writes to.
-        make_graph: for tests without a GPU.
+        pair: shared by forward and backward.
+        mutated: positions of the inputs to which `code` writes.
+        make_graph: makes an empty graph; other than the default in tests without a GPU.
     """
 
     def __init__(
@@ -188,10 +189,10 @@ class CapturedCode:
     ):
         self.code, self.pair, self.mutated, self.is_backward = code, pair, mutated, is_backward
         self.make_graph = make_graph
-        self.variants: dict[tuple[int, int], _Variant] = {}  # by the address of the first shard, and how many there are
+        self.variants: dict[tuple[int, int], _Variant] = {}  # by address of the first shard and number of shards
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
-        """The results of `code`; empties `inputs`, as `code` does."""
+        """Return the results of `code`, and empty `inputs`, as `code` does."""
         variant = self._variant(inputs)
         tensors = [value if isinstance(value, torch.Tensor) else None for value in inputs]
         others = [value for value in inputs if not isinstance(value, torch.Tensor)]
@@ -232,7 +233,7 @@ class CapturedCode:
         return self.variants[key]
 
     def _why_not(self, variant: _Variant) -> str:
-        """Why this call has to run uncaptured; empty if it need not."""
+        """Return why this call must run uncaptured; empty if it may be captured or replayed."""
         if not all(_C.may_replay(model.runtime) for model in variant.alive()):
             return "gradients accumulate, or another block of zcompile is open"
         if self.is_backward and _keeps_graph():

@@ -1,4 +1,4 @@
-"""Planned graphs through Inductor, configured for one compile, never globally. The only file that knows Inductor."""
+"""Compiles planned graphs with Inductor, which is configured for each compile, never globally."""
 
 import contextlib
 import functools
@@ -42,11 +42,11 @@ from zcompile.source_hash import cache_key
 
 LOWERED = (*GATHER_STARTS, GATHER_WAIT, GATHER_ROWS, *REDUCE_STARTS, REDUCE_WAIT)
 
-Partition = Callable[..., tuple[GraphModule, GraphModule]]  # as `zcompile.compiler.backend.partition`
+Partition = Callable[..., tuple[GraphModule, GraphModule]]  # see `zcompile.compiler.backend.partition`
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Refuse settings that Inductor does not have, or that would let ranks compile different graphs."""
+    """Raise ValueError for settings that Inductor does not have, or that let ranks compile different graphs."""
     if strange := [name for name in config if not hasattr(inductor_config, name)]:
         raise ValueError(
             f"zcompile: option 'inductor' has {', '.join(map(repr, strange))}, which Inductor does not know; "
@@ -66,7 +66,7 @@ def wants_cuda_graphs(config: Mapping[str, Any], mode: str | None) -> bool:
 
 
 def decompositions(plan: Plan) -> Mapping[Any, Callable[..., Any]] | None:
-    """Of the ops that graphs under `plan` do not have, since Inductor replaces them before it plans."""
+    """Return Inductor's decompositions if it compiles graphs under `plan`; else None."""
     return select_decomp_table() if plan.fused else None
 
 
@@ -84,24 +84,24 @@ def compile_inductor(
 
     Args:
         partition: splits a joint graph under the plan, see `zcompile.compiler.backend.partition`.
-        config: Inductor's settings for this graph, which win over those of `mode` and of zcompile.
+        config: Inductor's settings for this graph, which override those of `mode` and of zcompile.
         mode: an Inductor mode, such as "max-autotune-no-cudagraphs".
-        cuda_graphs: whether forward and backward are captured; see `zcompile.compiler.cuda_graphs`.
-        agrees: whether `partition` waits for the other ranks.
+        cuda_graphs: whether to capture forward and backward; see `zcompile.compiler.cuda_graphs`.
+        agrees: whether `partition` is a collective call, so that no rank may skip it.
     """
     patches = {
         **(list_mode_options(mode) if mode else {}),
         "joint_custom_pre_pass": _Passes(pipeline.joint_passes(plan), plan),
         "custom_partitioner_fn": _Partitioner(partition, plan),
         "post_grad_custom_post_pass": _Schedule(pipeline.schedule_passes(plan), plan),
-        "reorder_for_peak_memory": False,  # it would undo the prefetch: it knows nothing of transfers
-        "benchmark_harness": False,  # it has the sizes of inputs, and those of shards differ between ranks
-        "shape_padding": False,  # it measures, so ranks would get different graphs, and collectives in different orders
+        "reorder_for_peak_memory": False,  # it would undo `prefetch`, because it does not consider transfers
+        "benchmark_harness": False,  # its code contains input sizes, and shard sizes differ between ranks
+        "shape_padding": False,  # it measures, so ranks would get different graphs and orders of collectives
         **config,
-        "triton.cudagraphs": False,  # Inductor's own know nothing of transfers
+        "triton.cudagraphs": False,  # Inductor's own graphs cannot capture our transfers
     }
     inner: dict[str, Any] = {"inner_compile": _captures(Pair())} if cuda_graphs else {}
-    # From its caches, code comes without a call of `inner_compile` and of `partition`.
+    # Code from torch's caches skips `inner_compile` and `partition`.
     no_cache = torch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False)
     with no_cache if cuda_graphs or agrees else contextlib.nullcontext():
         compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches, **inner)
@@ -109,7 +109,7 @@ def compile_inductor(
 
 
 def _captures(pair: Pair) -> Callable[..., Any]:
-    """Inductor's compiler, whose code is captured when it runs."""
+    """Return Inductor's compiler, modified so that its code is captured when it runs."""
 
     def inner_compile(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         if not pair.obstacle and (obstacle := _obstacle_to_capture(gm)):
@@ -126,7 +126,7 @@ def _captures(pair: Pair) -> Callable[..., Any]:
 
 
 def _obstacle_to_capture(gm: GraphModule) -> str:
-    """Why a graph cannot be captured; empty if it can."""
+    """Return why a graph cannot be captured; empty if it can."""
     collective = next(filter(is_user_collective, gm.graph.nodes), None)
     if collective is not None and dist.get_world_size() > 1:
         return f"{collective.name} is a collective, and NCCL does not close a group while a graph with one lives"
@@ -139,7 +139,7 @@ def _obstacle_to_capture(gm: GraphModule) -> str:
 
 
 class _Passes(CustomGraphPass):
-    """Some of zcompile's passes as one pass of Inductor."""
+    """Wraps some of zcompile's passes as one pass of Inductor."""
 
     def __init__(self, passes: Sequence[pipeline.Pass], plan: Plan):
         self.passes = passes
@@ -154,16 +154,16 @@ class _Passes(CustomGraphPass):
 
 
 class _Schedule(_Passes):
-    """The last thing that happens to the graph before it is lowered."""
+    """Runs the schedule passes and sets lowerings, as the last pass before Inductor lowers the graph."""
 
     def __call__(self, graph: Graph) -> None:
         super().__call__(graph)
         for start in calls(graph, GATHER_GROUP_START, REDUCE_GROUP_START):
             lower = _gathered_item if start.target is GATHER_GROUP_START else operator.getitem
             for item in start.users:
-                item.target = _is_lowering(lower, item)  # else its fake value would be inferred again
+                item.target = _is_lowering(lower, item)  # else Inductor would infer its fake value again
         shards = _shards_of(graph)
-        if shards:  # Inductor runs its passes on subgraphs too, as flex attention's mask, which may return one value
+        if shards:  # no shards: a subgraph, such as a mask of flex attention, whose output may be a single value
             _leave_alone(graph, shards)
             _call_at_begin(graph, _assert_no_sizes, *shards)
         for node in calls(graph, *LOWERED):
@@ -189,22 +189,22 @@ class _Partitioner(CustomPartitionerFn):
         return f"{self.plan} {cache_key()}"
 
     def __getstate__(self) -> str:
-        """The state that torch hashes, with the rest of Inductor's configuration, into keys of caches."""
+        """Return the state that torch hashes into keys of its caches, with the rest of Inductor's configuration."""
         return self.uuid()
 
     def __deepcopy__(self, memo: Any) -> "_Partitioner":
-        return self  # torch copies its configuration
+        return self  # called when torch copies its configuration
 
 
 def _shards_of(graph: Graph) -> list[Node]:
-    """The inputs of `graph` that are shards."""
+    """Return the inputs of `graph` that are shards."""
     starts = calls(graph, *GATHER_STARTS, GATHER_ROWS, *REDUCE_STARTS)
     found = {shard for start in starts for shard in shards_of(start)}
     return [node for node in graph.find_nodes(op="placeholder") if node in found]
 
 
 def _call_at_begin(graph: Graph, lower: Callable[..., Any], *inputs: Node) -> None:
-    """Have Inductor call `lower(*inputs)` before it lowers the first op; it returns the first of them."""
+    """Let Inductor call `lower(*inputs)`, which returns the first input, before it lowers the first op."""
     placeholders = graph.find_nodes(op="placeholder")
     with graph.inserting_after(placeholders[-1]):
         node = graph.call_function(lower, inputs)
@@ -213,10 +213,10 @@ def _call_at_begin(graph: Graph, lower: Callable[..., Any], *inputs: Node) -> No
 
 
 def _leave_alone(graph: Graph, shards: Sequence[Node]) -> None:
-    """Have Inductor return the shards that forward saves for backward as they are, as if the user saw them.
+    """Let Inductor return shards that forward saves for backward unchanged, by marking them as visible to the user.
 
-    Why: the runtime knows a shard by its memory. Layout optimization would return a channels-last copy of a saved
-    tensor that leads to a convolution.
+    Why: the runtime finds a parameter by its shard's memory. Layout optimization would save a channels-last copy of a
+    tensor that a convolution reads.
     """
     output = graph.output_node()
     saved = [i for i, node in enumerate(cast(Sequence[Any], output.args[0])) if node in shards]
@@ -224,11 +224,11 @@ def _leave_alone(graph: Graph, shards: Sequence[Node]) -> None:
 
 
 def _is_lowering(lower: Callable[..., Any], node: Node) -> Callable[..., Any]:
-    """A target for `node` alone that is its own lowering: Inductor calls it while it lowers.
+    """Return a target for `node` alone that Inductor calls as the node's lowering.
 
-    Of such a target torch before 2.14 does not infer the fake value again. Later versions do where an argument has
-    changed, and ask the target for the value: it is that of `node`. Another value would have another storage, and the
-    values of all nodes behind it would follow.
+    torch before 2.14 does not infer the fake value of such a node again. Later versions do if an argument has changed,
+    and ask the target for the value, which returns the existing one. A new value would have a new storage, and torch
+    would then infer the values of all later nodes again.
     """
 
     @functools.wraps(lower)
@@ -242,7 +242,7 @@ def _is_lowering(lower: Callable[..., Any], node: Node) -> Callable[..., Any]:
 
 
 def _in_fx_order(lower: Callable[..., Any]) -> Callable[..., Any]:
-    """`lower`, whose operations Inductor runs after those of the last such lowering: it goes by data flow alone."""
+    """Wrap `lower`: Inductor, which only follows data flow, then runs wrapped lowerings in the order of the graph."""
 
     @functools.wraps(lower)
     def lowered(*args: Any, **kwargs: Any) -> Any:
@@ -262,14 +262,14 @@ def _in_fx_order(lower: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _lowering_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Lowers one of zcompile's ops to a call."""
+    """Return a lowering of one of zcompile's ops to a call of the op."""
     fallback = fallback_handler(op, add_to_fallback_set=False)
 
     def lower(*args: Any) -> Any:
         graph: Any = V.graph
         before = len(graph.operations)
         result = fallback(*args)
-        for operation in graph.operations[before:]:  # the runtime checks them; in Python that is 2 us per parameter
+        for operation in graph.operations[before:]:  # the runtime checks these; in Python, it takes 2 us a parameter
             operation.codegen_size_asserts = lambda wrapper: None
             operation.codegen_alignment_asserts = lambda wrapper: None
         return _freed_but_never_reused(result) if op in (GATHER_START, GATHER_CACHED_START) else result
@@ -279,16 +279,16 @@ def _lowering_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def _gathered_item(tensors: Any, i: int) -> Any:
-    """Lowers an item of a group of gathers."""
+    """Lower `getitem` of a group of gathers."""
     return _freed_but_never_reused(tensors[i])
 
 
 def _freed_but_never_reused(gathered: Any) -> Any:
-    """Have Inductor free what is gathered after its last reader, and never give its memory to another result.
+    """Let Inductor free a gathered buffer after its last reader, and never reuse its memory for another result.
 
-    The memory may be the runtime's, and a custom op may read it on a stream of its own. `record_stream` then holds back
-    torch's allocator, not Inductor. Inductor frees but never reuses a buffer that aliases another. So the gathered
-    buffer aliases itself.
+    Why: the memory may be the runtime's, and a custom op may read it on another stream, where `record_stream` stops
+    torch's allocator, but not Inductor, from reusing it. Inductor frees but never reuses a buffer that aliases another.
+    So we declare that the gathered buffer aliases itself.
     """
     output = gathered.data.data
     output.get_inputs_that_alias_output = lambda: [output.get_name()]
@@ -296,9 +296,9 @@ def _freed_but_never_reused(gathered: Any) -> Any:
 
 
 def _never_reuse(saved: Any) -> Any:
-    """Have Inductor leave alone an unsharded parameter that was saved for backward: it may write over other inputs.
+    """Stop Inductor from reusing the memory of an unsharded parameter that forward saved for backward.
 
-    The memory may be the transport's, and a custom op may read it on a stream of its own.
+    Why: the memory may be the transport's, and a custom op may read it on another stream.
     """
     graph: Any = V.graph
     graph.never_reuse_buffers.add(saved.get_name())
@@ -306,9 +306,9 @@ def _never_reuse(saved: Any) -> Any:
 
 
 def _assert_no_sizes(*shards: Any) -> Any:
-    """Have Inductor write no assertion of the sizes of shards into the code.
+    """Stop Inductor from writing assertions of shard sizes into the code.
 
-    Why: these sizes differ between ranks, and nothing else in the code does. So one rank's code runs on all.
+    Why: shard sizes are all that would differ between ranks. Without them, the code of one rank runs on all.
     """
     graph: Any = V.graph
     names = {shard.get_name() for shard in shards}
@@ -318,7 +318,7 @@ def _assert_no_sizes(*shards: Any) -> Any:
         inputs = graph.graph_inputs
         graph.graph_inputs = {name: value for name, value in inputs.items() if name not in names}
         try:
-            make_wrapper(*args, **kwargs)  # writes assertions of each of `graph_inputs`
+            make_wrapper(*args, **kwargs)  # writes assertions for `graph_inputs`
         finally:
             graph.graph_inputs = inputs
 

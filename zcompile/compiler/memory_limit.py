@@ -1,16 +1,16 @@
-"""Chooses how much forward saves for backward, so that a step keeps to the option `memory_limit`.
+"""Chooses the activations that forward saves for backward, so that a step stays within the option `memory_limit`.
 
 [Note: a limit of memory]
-Most of a step's memory are activations that forward saves for backward. The choice is made once, when a joint graph is
-split: of a list of plans that save less and less, the first whose planned graphs keep to the limit. More and more
-segments are computed again in backward, from cuts that are saved (see zcompile/graph/segments.py). If all of them do
-not suffice, fewer cuts are saved, and last come budgets of activations, for graphs without cuts. Under a small budget,
-backward begins with computing most activations again at once, which takes more memory than saving them.
+Most of a step's memory is activations that forward saves for backward. When a joint graph is split, we choose from a
+list of plans, each of which saves less than the one before, the first whose planned graphs stay within the limit. The
+plans recompute more and more segments in backward, from saved cuts (zcompile/graph/segments.py); after the last
+segment, they save fewer cuts. Activation memory budgets of torch come last, mainly for graphs without cuts: under a
+small budget, backward begins by recomputing most activations at once, which can take more memory than saving them.
 
-The peak of a plan is known only after the split, so splits are tried on copies of the graph. Sizes of gradients are
-those of whole parameters divided by the number of ranks, so ranks with equal inputs choose alike. Of ranks with
-different inputs, all take the plan of the one that must save least, of as many segments as the rank with the fewest
-has: where sizes do not change the places of cuts, they gather alike.
+The peak of a plan is known only after the split, so splits are tried on copies of the graph. Gradients count as whole
+parameters divided by the number of ranks, so ranks with equal inputs choose the same plan. If inputs differ, all ranks
+take the plan that saves the least among their choices, and count as many segments as the rank with the fewest. So they
+gather in the same order, unless sizes change the places of cuts.
 """
 
 import copy
@@ -45,15 +45,15 @@ from zcompile.options import MemoryLimit, Plan
 from zcompile.passes import pipeline
 from zcompile.passes.tag_recompute import recompute_segments, tag_recompute
 
-STRIDES = (2, 4, 8)  # of cuts that are saved
+STRIDES = (2, 4, 8)  # a plan saves each n-th cut
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
 MOST_SEGMENTS = 100_000
-LEAST_SHARE = 0.05  # of the parameters. Activations of a graph that reads less, such as a norm, say nothing of others
+LEAST_SHARE = 0.05  # of the parameters. A graph that reads less, such as a norm, does not predict other graphs
 MARGIN = 1.03  # predicted peaks are within 3 % of measured ones (docs/lab/measurements.md)
 
 
 class OutOfLimit(RuntimeError):
-    """No plan keeps to the limit of memory."""
+    """No plan stays within the memory limit."""
 
 
 Split = Callable[[Plan, GraphModule], tuple[GraphModule, GraphModule]]
@@ -61,20 +61,23 @@ Agree = Callable[[str, int], int]
 
 
 def within_limit(plan: Plan, joint: GraphModule, split: Split, agree: Agree | None) -> Plan:
-    """`plan`, or one that saves less for backward, so that it keeps to its `memory_limit`; and `joint` tagged for it.
+    """Return `plan`, or one that saves less for backward, so that a step stays within its `memory_limit`.
+
+    Tags `joint` for the returned plan.
 
     Args:
-        split: splits a joint graph under a plan, and may change it.
-        agree: the largest number of all ranks, given its name and this rank's. None: this rank need not ask others.
+        split: splits a joint graph under a plan; may change the graph.
+        agree: called with a name and this rank's number, returns the largest number of all ranks. None: ranks choose
+            on their own.
 
     Raises:
-        OutOfLimit: no plan does. Says how much memory is missing.
+        OutOfLimit: no plan stays within the limit; has the limit and the least that a plan needs.
     """
     limit = plan.memory_limit
     if limit is None:
         return plan
     count = min(len(segments(joint.graph, _shards(joint.graph, limit))), MOST_SEGMENTS)
-    if agree:  # on the fewest, by the largest complement, so that numbers of plans mean the same on all ranks
+    if agree:  # on the fewest segments, as the largest complement, so that all ranks have the same plans
         count = MOST_SEGMENTS - agree("segments less", MOST_SEGMENTS - count)
     plans = _candidates(plan, count)
     peaks: dict[int, int] = {}
@@ -83,7 +86,7 @@ def within_limit(plan: Plan, joint: GraphModule, split: Split, agree: Agree | No
         peaks[i] = peaks.get(i) or _peak_bytes(plans[i], joint, limit, split)
         return peaks[i] <= limit.nbytes
 
-    # Each further segment lowers the peak, but fewer cuts or a smaller budget may not.
+    # Each recomputed segment lowers the peak, so bisect; fewer cuts or a smaller budget may not lower it.
     least = 0 if fits(0) else bisect_left(range(count + 1), True, lo=1, key=fits)
     if least > count:
         least = next(filter(fits, range(least, len(plans))), len(plans))
@@ -94,7 +97,7 @@ def within_limit(plan: Plan, joint: GraphModule, split: Split, agree: Agree | No
 
 
 def _candidates(plan: Plan, count: int) -> list[Plan]:
-    """`plan`, and others that save less and less. The i-th computes i of `count` segments again, if there are any."""
+    """Return plans that save less and less, `plan` first. For i <= `count`, plan i recomputes i segments."""
     less = replace(plan, save_for_backward_bytes=0)
     again = [replace(less, recomputed=(i + 1, 1)) for i in range(count)]
     fewer_cuts = [replace(less, recomputed=(count, stride)) for stride in STRIDES if stride < count]
@@ -104,7 +107,7 @@ def _candidates(plan: Plan, count: int) -> list[Plan]:
 
 
 def _tag(plan: Plan, graph: Graph) -> None:
-    """Tag `graph` for `plan`. Tags are for a plan that saves all activations and some parameters, until now."""
+    """Tag `graph`, which passes tagged to save activations and some parameters, for `plan` instead."""
     (count, stride), budget = plan.recomputed, plan.activation_memory_budget
     if not count and budget == 1.0:
         return
@@ -130,20 +133,20 @@ def _size(nbytes: int) -> str:
 
 
 def _peak_bytes(plan: Plan, joint: GraphModule, limit: MemoryLimit, split: Split) -> int:
-    """The peak of a step under `plan`, with MARGIN; `joint` stays."""
+    """Return the predicted peak bytes of a step under `plan`, times MARGIN. Does not change `joint`."""
     trial = GraphModule(joint, copy.deepcopy(joint.graph))
     _tag(plan, trial.graph)
     forward, backward = split(plan, trial)
     saved_bytes = sum(sum(result_bytes(node)) for node in backward.graph.find_nodes(op="placeholder"))
     saved_bytes -= sum(sum(result_bytes(node)) for node in _shards(backward.graph, limit))
     live_bytes = max(_live_bytes(plan, module.graph, limit) for module in (forward, backward))
-    # Graphs of the other parameters save as much for each.
+    # Other graphs of the model are assumed to save as many bytes for each parameter that they read.
     all_bytes = round(saved_bytes / limit.share) if limit.share >= LEAST_SHARE else saved_bytes
     return round(MARGIN * (limit.state_bytes + live_bytes + all_bytes - saved_bytes))
 
 
 def _live_bytes(plan: Plan, graph: Graph, limit: MemoryLimit) -> int:
-    """The most bytes of activations, unsharded parameters and gradients at once in a graph, when it is planned."""
+    """Schedule `graph`, and return the peak bytes of its activations, unsharded parameters and gradients."""
     pipeline.run_passes(graph, pipeline.schedule_passes(plan))
     reduces = calls(graph, *REDUCES)
     made_bytes = sum(sum(result_bytes(start)) for start in reduces)
@@ -154,7 +157,7 @@ def _live_bytes(plan: Plan, graph: Graph, limit: MemoryLimit) -> int:
 
 
 def _own_bytes(start: Node, link: Link) -> int:
-    """Bytes of a rank's result of a reduce, by the size of the whole gradient."""
+    """Return the bytes of one rank's result of a reduce, computed from the size of the whole gradient."""
     if start.target in ROW_REDUCES:
         gradient = args_of(start)[3]
     else:
@@ -165,6 +168,6 @@ def _own_bytes(start: Node, link: Link) -> int:
 
 
 def _shards(graph: Graph, limit: MemoryLimit) -> set[Node]:
-    """Inputs of a forward or a backward that are shards."""
+    """Return the inputs of a forward or a backward graph that are shards."""
     of_transfers = {shard for start in calls(graph, *GATHERS, GATHER_ROWS, *REDUCES) for shard in shards_of(start)}
     return of_transfers | {node for node, i in dynamo_inputs(graph).items() if i in limit.shards}
