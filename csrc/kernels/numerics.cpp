@@ -140,7 +140,7 @@ void mean(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, c
     TORCH_CHECK(
         row.device() == out.device() && row.dtype() == rows[0].dtype() && row.numel() == out.numel() &&
             row.is_contiguous(),
-        "zcompile: what is added up must be alike, contiguous, and where the result is");
+        "zcompile: rows of a mean must be contiguous, on the device of the result, and equal in dtype and size");
     addresses.push_back(row.const_data_ptr());
   }
   mean({MeanRequest{std::move(addresses), rows[0].scalar_type(), std::move(out), extras}}, divisor);

@@ -101,7 +101,7 @@ void Reducer::note(const Collective& next, const ShardedParam& param) {
 void Reducer::count_piece() {
   HostEffects::note([this] { pieces_ += 1; });
   HostEffects::repeat([this, captured = region()] {
-    TORCH_CHECK(captured == region(), "zcompile: a replayed gradient would be pushed to where another one lies");
+    TORCH_CHECK(captured == region(), "zcompile: a replay would push a gradient into another region than its capture");
   });
 }
 

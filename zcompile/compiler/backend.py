@@ -352,9 +352,10 @@ def _prepare_for_graphs(model: ShardedModel) -> None:
     if model.mesh.device_type == "cuda" and has_collectives and model.domain == 0:
         raise ValueError(
             "zcompile: CUDA graphs (option 'cuda_graphs', modes 'reduce-overhead' and 'max-autotune') cannot hold the "
-            f"collectives of NCCL, which this model uses ({model.transport.reason}): NCCL does not close a group while "
-            "a graph with collectives of it lives, so dist.destroy_process_group() would hang. Take the option "
-            "transport='p2p' where the GPUs are in one host, or mode 'default' or 'max-autotune-no-cudagraphs'."
+            f"collectives of NCCL, which this model uses ({model.transport.reason}): NCCL cannot destroy a "
+            "communicator while a graph with its collectives exists, so dist.destroy_process_group() would hang. Use "
+            "the option transport='p2p' if the GPUs are in one host, or mode 'default' or "
+            "'max-autotune-no-cudagraphs'."
         )
     model.runtime.prepare_for_graphs()
 

@@ -129,7 +129,7 @@ def _obstacle_to_capture(gm: GraphModule) -> str:
     """Return why a graph cannot be captured; empty if it can."""
     collective = next(filter(is_user_collective, gm.graph.nodes), None)
     if collective is not None and dist.get_world_size() > 1:
-        return f"{collective.name} is a collective, and NCCL does not close a group while a graph with one lives"
+        return f"{collective.name} is a collective, and NCCL cannot destroy a communicator while a graph has one"
     for node in gm.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.device.type != "cuda":
