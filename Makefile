@@ -62,7 +62,7 @@ lint: install
 quick: install
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n 2 tests/unit $(ARGS)
 
-# One case of each property, as CI runs them: 8 to 11 minutes on two cores. On a CPU two files at a time, because a
+# One case of each property, as CI runs them: some 20 minutes on two cores. On a CPU two files at a time, because a
 # file's ranks also wait: for one another, for time limits and for compilers. Tests on GPUs want them to themselves.
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest --dist loadfile --no-loadscope-reorder \
 	-n $$($(PYTHON) -c 'import torch; print(0 if torch.cuda.is_available() else 2)')

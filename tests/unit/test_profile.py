@@ -24,6 +24,7 @@ from zcompile.explanation.command import install_trace_readers
 from zcompile.explanation.explanation import Explanation
 from zcompile.explanation.llama import SIZES
 from zcompile.explanation.planned_graph import PlannedGraph, in_order
+from zcompile.explanation.planned_step import step_of
 from zcompile.explanation.predict import predict_step
 from zcompile.explanation.trace import trace
 from zcompile.explanation.workloads import Workload, load
@@ -32,7 +33,6 @@ from zcompile.profile import compare, report
 from zcompile.profile.command import job_of
 from zcompile.profile.engines import file_name, find, names_of
 from zcompile.profile.flops import flops_of, grouped_product_flops
-from zcompile.explanation.planned_step import step_of
 from zcompile.profile.timeline import Parts, clip, length, parts_of_step, subtract, union, wire_bytes
 from zcompile.profile.torch_engines import blocks_of
 from zcompile.profile.worker import MOST_TRACES, Run
