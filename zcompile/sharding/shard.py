@@ -76,7 +76,7 @@ def shard(
             over the experts that tokens hit. When the forward of a unit begins, all parameters of it and of the modules
             below it are gathered together; backward gathers them again, and reduces all gradients together. A unit
             breaks the graph. A unit inside of another belongs to the outer one. Each step gathers and reduces every
-            unit, also one that no rank calls. Default: modules that are recognised as loops over experts (README.md);
+            unit, also one that no rank calls. Default: modules that are recognised as loops over experts;
             an empty list for none. Or a mapping of modules or classes to a `zcompile.MixedPrecision` (FSDP2's
             `MixedPrecisionPolicy`): the dtypes of their parameters, inputs and outputs, and of those of modules inside,
             in place of the four arguments above. Units are then the default ones.
