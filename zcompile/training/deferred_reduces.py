@@ -182,17 +182,24 @@ def _sum_over_replicas(state: ShardedModel) -> None:
 
 
 def _summed(flat: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, int]:
-    """`flat` summed over replicas, in their order, and how many bytes that brought: each replica sums a piece."""
+    """`flat` summed over replicas, and how many bytes that brought. More than two replicas sum a piece each."""
     count = group.size()
+    if count <= 2:
+        return _sum(_over_replicas(flat, group)), (count - 1) * flat.nbytes
     pieces = flat.new_zeros(count, -(-flat.numel() // count))
     pieces.view(-1)[: flat.numel()] = flat
     rows = torch.empty_like(pieces)
     dist.all_to_all_single(rows, pieces, group=group)
-    total = rows[0].float() if flat.dtype.itemsize < 4 else rows[0]
+    dist.all_gather(list(pieces), _sum(rows).to(flat.dtype), group=group)
+    return pieces.view(-1)[: flat.numel()], 2 * (count - 1) * pieces[0].nbytes
+
+
+def _sum(rows: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+    """In their order, in float32 or wider. Overwrites the first."""
+    total = rows[0].float() if rows[0].dtype.itemsize < 4 else rows[0]
     for row in rows[1:]:
         total += row
-    dist.all_gather(list(pieces), total.to(flat.dtype), group=group)
-    return pieces.view(-1)[: flat.numel()], 2 * (count - 1) * rows[0].nbytes
+    return total
 
 
 def _over_replicas(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
