@@ -190,8 +190,12 @@ def test_a_forward_may_return_a_function_that_calls_units(rank, world):
     train_beside(rank, world, FORMS["units"], make=ReturnsClosure, loss=closure_loss, steps=2)
 
 
+def thread_loss(model, step, rank):
+    return mean_square(3, 6)(model, step, rank)
+
+
 @pytest.mark.parametrize(
-    "make, units, loss", [(in_threads, [InThread], mean_square(3, 6)), (ReturnsClosure, None, closure_loss)]
+    "make, units, loss", [(in_threads, [InThread], thread_loss), (ReturnsClosure, None, closure_loss)]
 )
 def test_a_backward_that_reads_parameters_without_memory_is_an_error(rank, world, make, units, loss):
     """Of a unit in a thread: its kernels do not look whether there is memory, and the process would end. Of a block:
