@@ -44,6 +44,6 @@ def test_graphs_kernels_and_calls_of_python_a_block(rank, world, way, most_calls
     assert graphs == 1, "a whole graph is one, and equal blocks share one"
     assert more_calls - calls <= most_calls
     if way == "blocks":
-        assert more_kernels == kernels, "equal blocks are compiled once"
+        assert more_kernels == kernels > 0, "equal blocks are compiled once"
     else:
         assert more_kernels <= work_of("unsharded", 2, rank)[1], "gathers and reduces split no kernel"

@@ -113,9 +113,12 @@ class Ddp(Engine):
 
 class Fsdp2(Engine):
     def prepare(self, model: nn.Module) -> nn.Module:
-        reduce_dtype = torch.bfloat16 if "reduce_dtype" in self.options else torch.float32
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-        policy = policy if self.training.precision == "bf16" else MixedPrecisionPolicy()
+        is_bf16 = self.training.precision == "bf16"
+        reduce_dtype = torch.float32 if is_bf16 else None
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if is_bf16 else None,
+            reduce_dtype=torch.bfloat16 if "reduce_dtype" in self.options else reduce_dtype,
+        )
         offload = OffloadPolicy()
         if "offload" in self.options:
             offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
