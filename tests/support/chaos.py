@@ -260,8 +260,13 @@ def expected(taken):
     return list(model.parameters())
 
 
-def context():
-    """A process that has imported everything, from which ranks are forked."""
+def context(device="cpu"):
+    """How ranks start: forked from a process that has imported everything, or new ones.
+
+    A fork cannot use CUDA if an import has asked for devices before, as triton's may.
+    """
+    if device == "cuda":
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.chaos"])
     return context
@@ -286,9 +291,9 @@ def _run(fault, folder):
     processes, pipes = [], []
     for rank in range(WORLD):
         (folder / f"errors{rank}").touch()
-        ours, theirs = context().Pipe()
+        ours, theirs = context(fault.device).Pipe()
         args = (rank, fault, str(folder / "store"), str(folder / f"errors{rank}"), theirs)
-        process = context().Process(target=rank_main, args=args)
+        process = context(fault.device).Process(target=rank_main, args=args)
         process.start()
         theirs.close()
         processes.append(process)
