@@ -57,3 +57,14 @@ def test_peers_read_the_parameters_that_nccl_gathers(rank, world):
         optimizer = zcompile.fuse_optimizer(model, torch.optim.AdamW(model.parameters(), fused=True))
         runs.append(losses_of(model, lm_loss, rank, 5, optimizer))
     assert torch.equal(*runs)
+
+
+@on_gpus(3)
+def test_three_replicas_add_up_in_pieces_as_states_over_hosts_do(rank, world):
+    models = [
+        pair(make_transformer, over("c10d", (3, 1), states, param_dtype=torch.bfloat16, inner="aot_eager"))[1]
+        for states in (None, "global")
+    ]
+    for model in models:
+        lm_loss(model, 0, rank).backward()
+    same_values(*([parameter.grad for parameter in model.parameters()] for model in models))
