@@ -93,9 +93,8 @@ class Llama(nn.Module):
         """Mean next-token loss of int64 tokens [batch, tokens + 1]."""
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         x = self.embedding(inputs)
+        # FSDP2 casts a block's inputs to param_dtype, but torch 2.11 does not when checkpointing recomputes the block.
+        cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
         for block in self.blocks:
-            if self.checkpointing:
-                x = checkpoint(block, x, self.cos, self.sin, use_reentrant=False)
-            else:
-                x = block(x, self.cos, self.sin)
+            x = checkpoint(block, x, cos, sin, use_reentrant=False) if self.checkpointing else block(x, cos, sin)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
