@@ -30,9 +30,10 @@ from tests.support.reference import (
     train_beside,
 )
 from zcompile.costs.hardware import Hosts
+from zcompile.explanation.workloads import WithLoss
 from zcompile.state.sharded_model import state_of
 
-TIGHT = 2e-6
+TIGHT = 1e-6
 
 
 def over_hosts(hosts, world, states="global"):
@@ -85,6 +86,15 @@ def test_gradients_are_bitwise_those_of_replicas(rank, world, inner, hosts, how)
     for loss in losses:
         loss.backward()
     same_values(*([each.grad for each in model.parameters()] for model in models))
+
+
+@pytest.mark.parametrize("states", ["global", None])
+@on_ranks(4)
+def test_ranks_of_all_hosts_plan_alike(rank, world, states):
+    model = zcompile.shard(WithLoss(Transformer(), loss_of), **over_hosts(2, world, states))
+    plans = [None] * world
+    dist.all_gather_object(plans, zcompile.explain(model, batch(0, rank)).to_json())
+    assert len(set(plans)) == 1
 
 
 def even():
