@@ -31,8 +31,10 @@ def work_of(way, blocks, rank):
     model.zero_grad()
     events = collections.Counter()
     sys.setprofile(lambda frame, event, _: events.update([event]))
-    lm_loss(model, 3, rank).backward()
-    sys.setprofile(None)
+    try:
+        lm_loss(model, 3, rank).backward()
+    finally:
+        sys.setprofile(None)
     return counters["stats"]["unique_graphs"], metrics.generated_kernel_count, events["call"]
 
 
