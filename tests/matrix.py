@@ -5,9 +5,8 @@
     python tests/matrix.py --torch 2.15.0 --smoke              # make smoke TORCH=2.15.0
 
 For each torch, build/matrix/VERSION holds a virtual environment and a copy of this checkout with the extension built
-for that torch. Existing ones are used again. A torch with CUDA takes 3 GB to download and 6 GB of disk:
-`--environments` names a folder with environments called VERSION, whose packages are used and not changed. The extension
-is built for CPUs where there is no GPU.
+for that torch; without a GPU, for CPUs. A torch with CUDA takes 3 GB to download and 6 GB of disk: `--environments`
+names a folder with environments called VERSION, whose packages are used and not changed.
 """
 
 import argparse
@@ -24,27 +23,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "matrix"
 TORCHES = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
-UNIT = "entry_points pipeline planned_graphs explain_command same_code"
-DISTRIBUTED = (
-    "activation_budget artifact compose explain freeing inductor_lifetimes lifetimes ops subgraphs training units"
-)
-TESTS = (
-    *(f"tests/unit/test_{name}.py" for name in UNIT.split()),
-    *(f"tests/distributed/test_{name}.py" for name in DISTRIBUTED.split()),
-    "tests/deepspeed",
-)
-SMOKE = (
-    *(f"tests/unit/test_{name}.py" for name in UNIT.split() if name not in ("pipeline", "same_code")),
-    *(f"tests/distributed/test_{name}.py" for name in ("inductor_lifetimes", "ops")),
-)
+UNIT = [f"tests/unit/test_{name}.py" for name in ("entry_points", "planned_graphs", "explain_command")]
+DISTRIBUTED = "activation_budget artifact compose explain freeing lifetimes subgraphs training units"
+SMOKE = [*UNIT, "tests/distributed/test_inductor_lifetimes.py", "tests/distributed/test_ops.py"]
+TESTS = [*SMOKE, "tests/unit/test_pipeline.py", "tests/unit/test_same_code.py", "tests/deepspeed"]
+TESTS += [f"tests/distributed/test_{name}.py" for name in DISTRIBUTED.split()]
 NOT_TESTED = r"torch|deepspeed|ruff|mypy|clang-format|PySide6"  # requirements that the tests here do without
-
-# DeepSpeed compiles these at their first use. In a test, that could take longer than ranks wait for one another.
-DEEPSPEED_OPS = """
-from deepspeed.accelerator import get_accelerator
-for name in ("FusedAdamBuilder", "ShareMemCommBuilder"):
-    get_accelerator().create_op_builder(name).load()
-"""
 
 
 def run(command: list[Any], **settings: Any) -> None:
@@ -95,21 +79,14 @@ def copy_source(version: str) -> Path:
     return source
 
 
-def build(python: Path, source: Path, deepspeed: bool) -> None:
-    """Build the extension in its place, and write what an install says of itself: the names of entry points.
-
-    With `deepspeed`, also build what DeepSpeed would compile in the tests.
-    """
+def build(python: Path, source: Path) -> None:
+    """Build the extension in its place, and write the names of entry points, as an install does."""
     settings = settings_of(python)
     code = "import torch; print(int(torch.cuda.is_available()))"
     gpu = subprocess.run([python, "-c", code], env=settings, check=True, capture_output=True, text=True).stdout.strip()
     settings.setdefault("ZCOMPILE_CUDA", gpu)
     run([python, "setup.py", "--quiet", "egg_info"], cwd=source, env=settings)
     run([python, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=source, env=settings)
-    if gpu == "0" and deepspeed:
-        folder = source / "build" / "torch_extensions"  # as in tests/conftest.py
-        settings |= {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(folder)}
-        run([python, "-c", DEEPSPEED_OPS], cwd=source, env=settings)
 
 
 def test(version: str, arguments: argparse.Namespace, more: list[str]) -> bool:
@@ -118,7 +95,7 @@ def test(version: str, arguments: argparse.Namespace, more: list[str]) -> bool:
     (FOLDER / version).mkdir(parents=True, exist_ok=True)
     source = copy_source(version)
     python = environment_of(version, arguments.environments)
-    build(python, source, deepspeed=not arguments.smoke)
+    build(python, source)
     workers = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     command = [str(python), "-m", "pytest", "-q", *workers, *(SMOKE if arguments.smoke else TESTS), *more]
     passed = subprocess.run(command, cwd=source, env=settings_of(python)).returncode == 0

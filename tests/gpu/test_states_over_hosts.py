@@ -61,10 +61,8 @@ def test_peers_read_the_parameters_that_nccl_gathers(rank, world):
 
 @on_gpus(3)
 def test_three_replicas_add_up_in_pieces_as_states_over_hosts_do(rank, world):
-    models = [
-        pair(make_transformer, over("c10d", (3, 1), states, param_dtype=torch.bfloat16, inner="aot_eager"))[1]
-        for states in (None, "global")
-    ]
+    how = {"param_dtype": torch.bfloat16, "inner": "aot_eager"}
+    models = [pair(make_transformer, over("c10d", (3, 1), states, **how))[1] for states in (None, "global")]
     for model in models:
         lm_loss(model, 0, rank).backward()
     same_values(*([parameter.grad for parameter in model.parameters()] for model in models))

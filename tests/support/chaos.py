@@ -261,10 +261,7 @@ def expected(taken):
 
 
 def context(device="cpu"):
-    """How ranks start: forked from a process that has imported everything, or new ones.
-
-    A fork cannot use CUDA if an import has asked for devices before, as triton's may.
-    """
+    """Forks of a process that has imported everything. With triton it has used CUDA, which forks then refuse."""
     if device == "cuda":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
