@@ -123,14 +123,15 @@ def make(
 
 
 def _refuse_units(model: nn.Module) -> None:
-    """Raise ArtifactError if `model` contains a unit, which breaks the graph; see docs/architecture.md."""
+    """Raise ArtifactError if `model` has a unit: a module that gathers in eager, which breaks the graph."""
     order, modules = state_of(model).unit_order, set(model.modules())
     for unit in order.units if order is not None else ():
         if not modules.isdisjoint(unit.owners):
             raise ArtifactError(
-                f"zcompile: no artifact can hold the program: '{unit.name}' is a unit, which runs in eager. Compile "
-                "modules without units: zcompile.compile(model, artifact=..., blocks=[layer.attention for layer in "
-                "model.layers]), or --blocks of zcompile precompile."
+                f"zcompile: no artifact can hold the program: '{unit.name}' gathers parameters in eager, because it "
+                "loops over experts or is in units=... of zcompile.shard. Compile modules that contain no such module: "
+                "zcompile.compile(model, artifact=..., blocks=[layer.attention for layer in model.layers]), or pass "
+                "--blocks to zcompile precompile."
             )
 
 

@@ -187,8 +187,8 @@ def shard_once(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
     if foreign is not None:
         raise RuntimeError(
             f"zcompile: parameter '{foreign}' is a DTensor already (rank {dist.get_rank()}), so something "
-            "else has sharded the model. Pass it unsharded, or call zcompile.shard(model, mesh) with a mesh that is "
-            "left, before prepare."
+            "else has sharded the model. Pass the model unsharded, or call zcompile.shard(model, mesh) before prepare, "
+            "with the mesh dimensions that the other sharding does not use."
         )
     places = _places_in(optimizers, names)
     held = {name: params[i] for params, i, name in places}
