@@ -1,4 +1,4 @@
-"""Tensors inside of what modules are given and return: in torch's pytrees and in dataclasses, as under FSDP2."""
+"""Find and replace tensors in arguments and results of modules: in pytrees and dataclasses, as under FSDP2."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from zcompile.state.forward_scope import never_compiled_alone
 
 @never_compiled_alone
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], container: Any) -> Any:
-    """`container` with `change(tensor)` for each tensor in it; the same object if all of these are the same."""
+    """Replace each tensor in `container` by `change(tensor)`. Return `container` itself if no tensor changes."""
     values, structure = tree_flatten(container)
     is_changed = False
     for i, value in enumerate(values):
@@ -33,7 +33,7 @@ def _map_leaf(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any
 
 
 def tensors_in(container: Any) -> list[torch.Tensor]:
-    """The tensors in `container`, in the order in which `map_tensors` comes to them."""
+    """Return the tensors in `container`, in the order in which `map_tensors` visits them."""
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

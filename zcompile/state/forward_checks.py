@@ -14,11 +14,11 @@ from zcompile.units.find import ExpertsImplementation
 
 
 class UnreducedParameters:
-    """Warns once, at their first backward, of parameters that were ignored, or added after `zcompile.shard`.
+    """Warns once if parameters train without reduced gradients: those ignored by, or added after, `zcompile.shard`.
 
-    These train without being reduced. Ranks drift apart, and nothing else says so.
-    A parameter may be added at any time, and nothing tells. So the model is looked through at its first forward with
-    grad mode, at the second, the fourth, the eighth: in all, a microsecond per parameter and a few forwards.
+    Ranks drift apart, and no other check finds this. The warning comes at the first backward of such a parameter.
+    torch does not report added parameters. So this searches the model at its first forward with grad mode, its second,
+    fourth, eighth and so on, which costs about a microsecond per parameter and search.
     """
 
     def __init__(self, model: nn.Module):
@@ -36,16 +36,16 @@ class UnreducedParameters:
             self.watch()
 
     def watch(self) -> None:
-        """Have the parameters that are not reduced call `warn` when they get a gradient."""
+        """Let the parameters whose gradients are not reduced call `warn` at their next gradient."""
         for parameter in self.find().values():
             if id(parameter) not in self.watched:
                 self.watched.add(id(parameter))
                 _warn_once(weakref.ref(self), parameter)
 
     def find(self) -> dict[str, nn.Parameter]:
-        """Name -> parameter, of those that train and that no DTensor is; another parallelism reduces DTensors.
+        """Return name -> parameter for plain parameters that train. DTensors are reduced by another parallelism.
 
-        Not what functional_call puts in a parameter's place.
+        Tensors that `functional_call` puts in a parameter's place do not count.
         """
         model = self.model()
         named = model.named_parameters() if model is not None else ()
@@ -53,7 +53,7 @@ class UnreducedParameters:
         return {name: each for name, each in own if each.requires_grad and not hasattr(each, UNIT)}
 
     def warn(self) -> None:
-        """Name them."""
+        """Warn of the parameters whose gradients are not reduced, by their names."""
         if self.warned:
             return
         self.warned = True
@@ -81,10 +81,10 @@ class ForwardChecks:
     """
     Attributes:
         unreduced: parameters that train without being reduced; None on one rank, where no gradient is reduced.
-        experts: the modules of Hugging Face that could compute their experts in another way.
-        eager_without_grad: a plan of transformers has exchanged the forward of linear layers, for kernels that know no
-            DTensors. Without gradients, the new one reads local tensors of `module._parameters`, which has unsharded
-            parameters in eager code alone.
+        experts: the Hugging Face modules that have several implementations of their experts.
+        eager_without_grad: whether forwards without gradients must run in eager. True if a tensor-parallel plan of
+            transformers has replaced the forward of linear layers: it reads local tensors of `module._parameters`,
+            which holds unsharded parameters in eager code only.
     """
 
     unreduced: UnreducedParameters | None = None
@@ -92,10 +92,10 @@ class ForwardChecks:
     eager_without_grad: bool = False
 
     def check(self) -> None:
-        """Warn of parameters that no rank reduces.
+        """Count a forward, and compare the implementation of experts with that at `zcompile.shard`.
 
         Raises:
-            RuntimeError: experts are computed in another way than when the model was sharded.
+            RuntimeError: a module computes its experts by another implementation now.
         """
         if self.unreduced is not None:
             self.unreduced.count_forward()

@@ -1,12 +1,12 @@
-"""Where a read of a parameter gathers: inside of a forward, and where backward recomputes one.
+"""Decide if a read of a parameter all-gathers it: it does inside of a forward, and in a recomputed forward.
 
 [Note: inside of a forward]
 Outside of every forward, `module.weight` is the DTensor, as under FSDP2: `hasattr`, `print` and checks of a dtype are
-local, and writes reach the parameter. Each thread counts the forwards that it is in. Every module of a sharded model
-counts in its `__call__`, and not in hooks: users see those, and a forward that raises leaves them out. Dynamo skips the
-frame of `__call__` and compiles what it calls; so what runs in eager behind a graph break is inside of a forward, too.
-What Dynamo traces always gathers, and counts nothing. Backward runs hooks without grad mode; whoever turns it on there
-recomputes a forward.
+local, and writes reach the parameter. Each thread counts the forwards that it is in. Each module of a sharded model
+counts in its `__call__`. Forward hooks would not do: users see them, and torch skips them if a forward raises. Dynamo
+skips the frame of `__call__` and compiles the code inside, so eager code after a graph break is inside of a forward,
+too. Code that Dynamo traces always gathers, and counts nothing. In backward, grad mode is off in hooks. If it is on, an
+activation checkpoint recomputes a forward, and reads gather.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ from zcompile.state.sharded_model import ShardedModel
 
 
 def never_compiled_alone(function: Any) -> Any:
-    """`function`, of which Dynamo compiles no graph by itself. Where its caller is traced, it is a part of that.
+    """Keep Dynamo from compiling `function` on its own. Dynamo still traces it as a part of a caller. Returns it.
 
-    Why: where Dynamo has given up on a caller, it would compile the property of a parameter once for each shape, up to
-    its limit of recompiles; and of torch 2.11 a graph that takes the count of forwards for a constant.
+    Why: if Dynamo has given up on the caller, it would compile the property of a parameter once for each shape, up to
+    its limit of recompiles. In torch 2.11, it would also make the count of forwards a constant of the graph.
     """
     skip_code(function.__code__)
     return function
@@ -37,10 +37,10 @@ def never_compiled_alone(function: Any) -> Any:
 
 class _Thread(threading.local):
     forwards = 0  # that this thread is in
-    models: tuple[ShardedModel, ...] = ()  # of the outermost of these, and of forwards of other models inside
+    models: tuple[ShardedModel, ...] = ()  # of the outermost forward, and of other models' forwards inside it
     is_eager = False  # inside of `call_eagerly`
-    looks_again = False  # whether the next call of a module looks for parameters that others replace
-    announced_depth = -1  # where this many are, `announce` is called with each module that begins another one
+    looks_again = False  # whether the next call of a module looks for replaced parameters
+    announced_depth = -1  # with this many forwards, `announce` is called with each module that begins another one
     announce: Callable[[Any], None]
 
 
@@ -55,19 +55,19 @@ def is_in_forward() -> bool:
 
 @never_compiled_alone
 def look_again() -> None:
-    """Eager code has the table of a module. If parts of this forward are compiled, the next call must look at it."""
+    """Note that eager code has a module's `_parameters`: if Dynamo is on, the next call looks for replacements."""
     if _thread.forwards > 0 and callable(get_eval_frame_callback()):
         _thread.looks_again = True
 
 
 def announces() -> bool:
-    """Whether a forward that begins now is announced."""
+    """Whether a forward that begins now is announced; see `announcing`."""
     return _thread.forwards == _thread.announced_depth
 
 
 @contextlib.contextmanager
 def announcing(announce: Callable[[Any], None]) -> Iterator[None]:
-    """Inside, `announce` is called with the module before each forward that is in no other of this block."""
+    """Inside of this block, call `announce(module)` before each forward that is not inside of another one."""
     before = _thread.announced_depth, getattr(_thread, "announce", None)
     _thread.announced_depth, _thread.announce = _thread.forwards, announce
     try:
@@ -78,7 +78,7 @@ def announcing(announce: Callable[[Any], None]) -> Iterator[None]:
 
 @never_compiled_alone
 def is_compiled_call(module: Any) -> bool:
-    """Whether a call of `module` here is compiled, or Dynamo may compile what it calls."""
+    """Whether a call of `module` here is compiled, or Dynamo may compile functions that it calls."""
     if _thread.is_eager:
         return False
     callback: Any = get_eval_frame_callback()
@@ -108,19 +108,19 @@ def _run(around: Callable[..., Any], call: Callable[..., Any], module: Any, /, *
 
 
 def with_around(around: Callable[[Any, Any, Any, Any], Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, a function of a module and its arguments, as `around` runs it. Dynamo traces this function."""
+    """Wrap `call(module, *args)` in `around`. Dynamo traces the wrapper."""
     return functools.partial(_run, around, call)
 
 
 @torch.compiler.disable
 def _enter(*states: ShardedModel) -> bool:
-    """Before a forward that is not inside of another, or is compiled: whether it must run in eager."""
+    """Prepare `states` for an outermost or compiled forward. Return whether the forward must run in eager."""
     return sum(state.enter_forward() for state in states) > 0  # of all: each lets its leaves follow
 
 
 @never_compiled_alone
 def _is_outermost(module: Any) -> bool:
-    """Whether a call of `module` begins a forward of its model: another model's forward may be around it."""
+    """Whether a call of `module` begins a forward of its model. It may be inside of another model's forward."""
     state: ShardedModel = module.__dict__[STATE]
     return _thread.forwards == 0 or not (state.are_units or state in _thread.models)
 
@@ -128,16 +128,16 @@ def _is_outermost(module: Any) -> bool:
 def counting_call(
     base: type[nn.Module], is_root: bool, around: Callable[[Any, Any, Any, Any], Any] | None
 ) -> Callable[..., Any]:
-    """A `__call__` that counts the forwards which this thread is inside of.
+    """Return a `__call__` that counts the forwards that this thread is in; see [Note: inside of a forward].
 
     It is for a subclass of `base`, a class of modules, whose instances belong to a sharded model.
 
     Args:
-        is_root: each instance is a whole sharded model with units; see [Note: order of units] in units/order.py.
-        around: for units, and for modules that call units: `around(call, module, args, kwargs)` runs
-            `call(module, *args, **kwargs)`, and does what a unit needs before and after it.
+        is_root: whether instances are whole sharded models with units; see [Note: order of units] in units/order.py.
+        around: a wrapper for modules that gather their parameters at their call, or call such modules:
+            `around(call, module, args, kwargs)` runs `call(module, *args, **kwargs)` between gather and free.
     """
-    # Of a module that has a compiled call, too, Dynamo traces the plain one.
+    # Dynamo traces the plain call, even if the module has a compiled call.
     traced_call = nn.Module._call_impl if base.__call__ is nn.Module.__call__ else base.__call__
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +155,7 @@ def counting_call(
             _thread.models, call_outermost = (*models, self.__dict__[STATE]), self.__dict__[STATE].call_outermost
         _thread.forwards += 1
         try:
-            call = base.__call__  # looked up now: tracers of modules patch it
+            call = base.__call__  # looked up at each call, because tracers of modules patch it
             if call_outermost is not None:
                 return call_outermost(call if around is None else with_around(around, call), self, args, kwargs)
             return call(self, *args, **kwargs) if around is None else around(call, self, args, kwargs)
@@ -166,7 +166,7 @@ def counting_call(
     def call_root(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return __call__(self, *args, **kwargs)
-        if _thread.forwards == _thread.announced_depth:  # which may raise: no unit knows of this forward yet
+        if _thread.forwards == _thread.announced_depth:  # first, because it may raise
             _thread.announce(self)
         if not _is_outermost(self):
             return __call__(self, *args, **kwargs)
@@ -187,8 +187,8 @@ def counting_call(
 def checking_requires_grad(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `compiled`, the code of one graph: it raises if a leaf's `requires_grad` differs from its parameter's.
 
-    A leaf is the shard that graphs read in a parameter's place. A module's call gives its leaves the flags of their
-    parameters. If a function around the model is compiled, Dynamo reads the leaves before any module's call.
+    Graphs read a leaf (the plain tensor over a shard) in a parameter's place. A module's call copies `requires_grad`
+    from parameters to leaves. If a function around the model is compiled, Dynamo reads leaves before such a call.
     """
 
     def run(*args: Any) -> Any:
@@ -208,7 +208,7 @@ def checking_requires_grad(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 @torch.compiler.disable
 def call_eagerly(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """`call(*args, **kwargs)` without compiled code."""
+    """Run `call(*args, **kwargs)` without compiled code."""
     was_eager, _thread.is_eager = _thread.is_eager, True
     try:
         with torch.compiler.set_stance("force_eager"):
@@ -228,8 +228,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     itself (`model.encode(x)`), must be registered. Calls of modules need not be.
 
     Args:
-        module: of a sharded model, or one that contains sharded models. Of others, the method stays as it is.
-        name: of the method. It is replaced on this one module.
+        module: a module of a sharded model, or one that contains sharded models. Other modules are left unchanged.
+        name: the name of the method. It is replaced on this one module.
 
     Raises:
         ValueError: the module has no such method.

@@ -1,16 +1,16 @@
 """Parameters that are tensor subclasses with FSDP2's all-gather hooks: `fsdp_pre_all_gather`, `fsdp_post_all_gather`.
 
 [Note: components]
-Such a class decides itself which tensors travel. Before each gather, `fsdp_pre_all_gather` of this rank's shard makes
-plain tensors, such as float8 values, or int8 values and their scales. They are the *components* of the parameter, and
-travel in one transfer, each in its own dtype. `fsdp_post_all_gather` makes the unsharded parameter of the components of
-all ranks. Each later gather moves its memory into the component tensors of the first one, then calls the hook with
-`out=` the existing unsharded parameter.
+Such a class decides which tensors are all-gathered. Before each gather, `fsdp_pre_all_gather` of this rank's shard
+makes plain tensors, such as float8 values, or int8 values and their scales. They are the *components* of the parameter,
+and are gathered in one transfer, each in its own dtype. From the components of all ranks, `fsdp_post_all_gather` makes
+the unsharded parameter. Each later gather moves the new components' memory into the component tensors of the first
+gather, then calls the hook with `out=` the existing unsharded parameter.
 
-The runtime knows a component as a parameter without a shard (`is_component` in csrc/transport/param.h): each gather is
-given one. The leaf of the parameter itself has no memory. It identifies the parameter to the runtime, for example when
-its gradient is reduce-scattered. Only blocks and units gather components, in eager, since hooks are Python. Plain
-parameters have components, too, if their gathers are to be in int8; see int8_gather.py.
+In the runtime, a component is a parameter without a shard (`is_component` in csrc/transport/param.h): each gather gets
+the component's data. The leaf of the parameter itself has no memory. It identifies the parameter to the runtime, for
+example when its gradient is reduce-scattered. Components are gathered in eager only, by modules that gather all their
+parameters at once, because hooks are Python. Parameters gathered in int8 have components, too; see int8_gather.py.
 """
 
 import abc
@@ -38,33 +38,33 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def subclass_of(parameter: torch.Tensor) -> type | None:
-    """The class of `parameter`, or of this rank's part of a DTensor, if that is a tensor subclass."""
+    """Return the class of `parameter`, or of a DTensor's local tensor, if it is a tensor subclass; else None."""
     kind = type(part_held_by(parameter))
     return None if kind in (torch.Tensor, nn.Parameter, AsyncCollectiveTensor) else kind
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
-    """Whether `parameter`, or this rank's part of a DTensor, has one of FSDP2's all-gather hooks, or both."""
+    """Whether `parameter`, or a DTensor's local tensor, has at least one of FSDP2's all-gather hooks."""
     part = part_held_by(parameter)
     return hasattr(part, PRE) or hasattr(part, POST)
 
 
 def part_held_by(parameter: Any) -> torch.Tensor:
-    """This rank's part of a DTensor, as the object that the DTensor holds: hooks find attributes on it, which
-    `to_local()`, a view, may lack. Of another tensor itself."""
+    """Return the local tensor of a DTensor (not `to_local()`, a view that may lack attributes that hooks need), and any
+    other tensor itself."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def name_of(kind: type) -> str:
-    """The name of a class, with its module."""
+    """Return the name of a class, with its module."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def check_hooks(name: str, parameter: torch.Tensor, mesh: DeviceMesh, dim: int) -> Exception | None:
-    """Why `parameter`, a tensor subclass, cannot be sharded over `mesh`, or None; returned, so that ranks can agree.
+    """Return why a tensor subclass cannot be sharded over `mesh`, or None. Not raised, so that ranks can agree first.
 
     Args:
-        dim: along which it is to be sharded.
+        dim: the dimension to shard.
     """
     part, world = part_held_by(parameter), mesh.size(mesh.ndim - 1)
     where = f"zcompile.shard: parameter '{name}' is a {name_of(type(part))} (rank {dist.get_rank()})"
@@ -96,9 +96,9 @@ def check_hooks(name: str, parameter: torch.Tensor, mesh: DeviceMesh, dim: int) 
 
 
 def padded_shard(part: torch.Tensor, world: int, rank: int) -> torch.Tensor:
-    """Rank `rank`'s rows of `part`, in memory for as many rows as the first rank has; the last ones may be zero.
+    """Return the rows of rank `rank`, in memory for as many rows as the first rank has. Last ranks may have none.
 
-    By the ops that FSDP2 calls, as a class may have no others.
+    Calls the ops that FSDP2 calls, because a subclass may implement no others.
     """
     chunks = torch.chunk(part, world, dim=0)
     rows = chunks[rank].size(0) if rank < len(chunks) else 0
@@ -109,14 +109,14 @@ def padded_shard(part: torch.Tensor, world: int, rank: int) -> torch.Tensor:
 
 
 def leaf_of(local: torch.Tensor) -> torch.Tensor:
-    """A plain tensor like the shard `local`, without memory, by which the runtime knows it."""
+    """Return the leaf for the shard `local`: a plain tensor of its shape and dtype, without memory."""
     leaf = torch.empty(local.shape, dtype=local.dtype, device=local.device)
     free_memory([leaf])
     return leaf
 
 
 def plain_tensors_of(tensor: Any) -> list[torch.Tensor]:
-    """The plain tensors that `tensor` is made of: itself, or those inside of a wrapper subclass."""
+    """Return the plain tensors inside of a wrapper subclass; `tensor` itself if it is none."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -125,16 +125,16 @@ def plain_tensors_of(tensor: Any) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def _own_ops() -> Iterator[None]:
-    """Inside, ops are not those of the forward or backward around: no autograd, no mode of a selective checkpoint."""
+    """Run ops outside of the surrounding forward or backward: without autograd, torch.func and dispatch modes."""
     with torch.inference_mode(False), torch._C._DisableFuncTorch(), torch.no_grad(), _disable_current_modes():
         yield
 
 
 class Components(NamedTuple):
-    """Components of one parameter: of this rank before a gather, of all ranks after it.
+    """Components of one parameter: those of this rank before a gather, and of all ranks after it.
 
     Attributes:
-        tensors: after a gather, each has the rows of all ranks, in their order.
+        tensors: the components. After a gather, each has the rows of all ranks, in rank order.
         metadata: from `fsdp_pre_all_gather`, for `fsdp_post_all_gather`.
     """
 
@@ -145,16 +145,16 @@ class Components(NamedTuple):
 class GatherExtension(abc.ABC):
     """How one parameter is gathered as components; see [Note: components]."""
 
-    kind: str  # of the parameter, in words
+    kind: str  # description of the parameter, for messages
 
     def __init__(self) -> None:
-        self.known: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[int]] = {}  # indices in the runtime, by kinds
-        self.indices: list[int] = []  # of this rank's last components
-        self.gathered: list[torch.Tensor] = []  # components, which the unsharded parameter is made of
-        self.inner: list[torch.Tensor] = []  # other tensors that were made for it
+        self.known: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[int]] = {}  # shapes and dtypes -> indices
+        self.indices: list[int] = []  # of the last components, in the runtime
+        self.gathered: list[torch.Tensor] = []  # components of all ranks, from which the unsharded parameter is made
+        self.inner: list[torch.Tensor] = []  # other tensors with memory of the unsharded parameter
 
     def before_gather(self, sharded: "ShardedParameter") -> Components:
-        """The components of this rank's shard, known to the runtime."""
+        """Make the components of this rank's shard, and register new shapes and dtypes with the runtime."""
         with _own_ops():
             own = self.components_of(sharded)
         kinds = tuple((each.shape, each.dtype) for each in own.tensors)
@@ -167,10 +167,10 @@ class GatherExtension(abc.ABC):
 
     @abc.abstractmethod
     def components_of(self, sharded: "ShardedParameter") -> Components:
-        """The components of this rank's shard."""
+        """Make the components of this rank's shard."""
 
     def _add(self, sharded: "ShardedParameter", component: torch.Tensor) -> int:
-        """Let the runtime know a component; its index."""
+        """Register a component with the runtime. Return its index."""
         world, rows = sharded.state.groups.world, component.shape[0] if component.ndim else 1
         return sharded.state.runtime.add(
             name=sharded.name,
@@ -184,7 +184,7 @@ class GatherExtension(abc.ABC):
         )
 
     def make(self, sharded: "ShardedParameter", arrived: Components) -> torch.Tensor:
-        """The unsharded parameter, made of memory that `arrived` has had; `refill` will give it other."""
+        """Make the unsharded parameter of the components `arrived`, and take over their memory."""
         with _own_ops():
             self.gathered = [torch.empty_like(each) for each in arrived.tensors]
             sharded.state.runtime.fill(self.gathered, arrived.tensors)
@@ -192,10 +192,10 @@ class GatherExtension(abc.ABC):
 
     @abc.abstractmethod
     def unsharded_of(self, sharded: "ShardedParameter", metadata: Any) -> torch.Tensor:
-        """The unsharded parameter, perhaps padded, made of `gathered`, and of `inner`, which this sets."""
+        """Make the unsharded parameter, perhaps padded, of `self.gathered`. Sets `self.inner`."""
 
     def refill(self, sharded: "ShardedParameter", arrived: Components, unsharded: torch.Tensor) -> None:
-        """Let `unsharded`, which `make` made, be made of `arrived`."""
+        """Fill `unsharded`, the result of `make`, from the components `arrived` of a later gather."""
         sharded.state.runtime.fill(self.gathered, arrived.tensors)
         for each in self.inner:
             each.untyped_storage().resize_(each.nbytes)
@@ -204,10 +204,10 @@ class GatherExtension(abc.ABC):
 
     @abc.abstractmethod
     def write(self, sharded: "ShardedParameter", metadata: Any, unsharded: torch.Tensor) -> None:
-        """Let `unsharded`, made by `unsharded_of`, have the values of `gathered`."""
+        """Write the values of `self.gathered` into `unsharded`, the result of `unsharded_of`."""
 
     def memory(self) -> list[torch.Tensor]:
-        """The tensors that the unsharded parameter is made of."""
+        """Return the tensors that hold the memory of the unsharded parameter."""
         return [*self.gathered, *self.inner]
 
     def free(self) -> None:
@@ -223,7 +223,7 @@ class SubclassGather(GatherExtension):
     def __init__(self, mesh: DeviceMesh, policy: MixedPrecisionPolicy, local: torch.Tensor):
         """
         Args:
-            mesh: of the model; hooks get the dimension of it that shards.
+            mesh: the model's mesh. Hooks get its last dimension, which shards.
             local: this rank's shard.
         """
         super().__init__()
@@ -233,10 +233,10 @@ class SubclassGather(GatherExtension):
         self.takes_sizes = len(inspect.signature(getattr(local, PRE)).parameters) > 1
 
     def components_of(self, sharded: "ShardedParameter") -> Components:
-        """Those which `fsdp_pre_all_gather` makes.
+        """Make the components by `fsdp_pre_all_gather`.
 
         Raises:
-            RuntimeError: a component is no plain tensor, or its size is not that of a padded shard.
+            RuntimeError: a component is no plain tensor, or has not the size of a padded shard.
         """
         args: tuple[Any, ...] = (self.mesh,)
         if self.takes_sizes:
@@ -263,19 +263,19 @@ class SubclassGather(GatherExtension):
             )
 
     def unsharded_of(self, sharded: "ShardedParameter", metadata: Any) -> torch.Tensor:
-        """The tensor that `fsdp_post_all_gather` makes."""
+        """Make the unsharded parameter by `fsdp_post_all_gather`."""
         made, inner = getattr(self.local, POST)(tuple(self.gathered), metadata, param_dtype_of(sharded))
         gathered = {each.untyped_storage()._cdata for each in self.gathered}
         self.inner = [each for each in inner if each.untyped_storage()._cdata not in gathered]
         return cast(torch.Tensor, made)
 
     def write(self, sharded: "ShardedParameter", metadata: Any, unsharded: torch.Tensor) -> None:
-        """By the same hook, with `out=`."""
+        """Write the values by `fsdp_post_all_gather`, with `out=unsharded`."""
         getattr(self.local, POST)(tuple(self.gathered), metadata, param_dtype_of(sharded), out=unsharded)
 
     @torch.no_grad()
     def whole(self, sharded: "ShardedParameter") -> torch.Tensor:
-        """The unsharded parameter, in memory of its own; all ranks together."""
+        """Gather the unsharded parameter into memory of its own. A collective call."""
         own = self.before_gather(sharded)
         arrived = sharded.state.runtime.gather_components(self.indices, own.tensors)
         wait_for_gathers(arrived)
@@ -284,13 +284,13 @@ class SubclassGather(GatherExtension):
 
 
 def extension_of(sharded: "ShardedParameter") -> GatherExtension:
-    """That of a parameter which has one."""
+    """Return the `GatherExtension` of a parameter that has one."""
     assert sharded.extension is not None
     return sharded.extension
 
 
 def tensors_of(gathered: Sequence[torch.Tensor | Components]) -> list[torch.Tensor]:
-    """The tensors of a gather: unsharded parameters, and components of others."""
+    """Return the tensors that a gather returned: unsharded parameters, and components, in one list."""
     lists = (each.tensors if isinstance(each, Components) else [each] for each in gathered)
     return [tensor for tensors in lists for tensor in tensors]
 
@@ -298,7 +298,7 @@ def tensors_of(gathered: Sequence[torch.Tensor | Components]) -> list[torch.Tens
 def refuse_subclass_grad(name: str, grad: torch.Tensor) -> None:
     """
     Raises:
-        RuntimeError: a gradient is not a plain tensor.
+        RuntimeError: the gradient `grad` of parameter `name` is not a plain tensor.
     """
     if (kind := subclass_of(grad)) is not None:
         raise RuntimeError(
@@ -308,12 +308,12 @@ def refuse_subclass_grad(name: str, grad: torch.Tensor) -> None:
 
 
 def param_dtype_of(sharded: "ShardedParameter") -> torch.dtype:
-    """That of the unsharded parameter."""
+    """Return the dtype of the unsharded parameter."""
     return sharded.layout.dtype or sharded.leaf.dtype
 
 
 def cut(sharded: "ShardedParameter", made: torch.Tensor) -> torch.Tensor:
-    """`made` of components, without the padding of shards."""
+    """Remove the padding of shards from `made`, which was made of components."""
     shape = torch.Size(sharded.shape)
     return torch.as_strided(made, shape, _contiguous_stride(shape), storage_offset=0)
 

@@ -1,12 +1,11 @@
 """Gathers in int8: `zcompile.shard(gather_dtype=torch.int8)`.
 
 [Note: int8 gathers]
-Before each gather, a rank quantizes its shard, in the main parameter's dtype, as ZeRO++ does (qwZ, arXiv:2306.10209): a
-block of 256 consecutive elements becomes int8 values, and a float32 scale, which is the block's largest absolute value
-divided by 127. Both are components of the parameter ([Note: components] in gather_extension.py), and the unsharded
-parameter is made of them on arrival, in `param_dtype`. So an element differs from its value by at most half a scale,
-and by the rounding to `param_dtype`. A block with a value that is not finite becomes NaN. Main parameters, gradients
-and checkpoints are those of a model without int8 gathers.
+Before each gather, a rank quantizes its shard from the main parameter's dtype, as ZeRO++ does (qwZ, arXiv:2306.10209).
+Each block of 256 consecutive elements becomes 256 int8 values and one float32 scale, the block's largest absolute value
+divided by 127. Values and scales are all-gathered ([Note: components] in gather_extension.py) and dequantized to
+`param_dtype` on arrival. So an element's error is at most half a scale, plus the rounding to `param_dtype`. A block
+with a value that is not finite becomes NaN. Main parameters, gradients and checkpoints are as without int8 gathers.
 
 A shard is padded to whole blocks. Vectors, such as norms and biases, travel in `param_dtype`: they are a small part of
 a model, and precision counts there.
@@ -30,12 +29,12 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def is_quantized(parameter: torch.Tensor, ndim: int) -> bool:
-    """Whether gathers of `parameter`, which has so many dimensions, are in int8 if those of its model are to be."""
+    """Whether `gather_dtype=torch.int8` applies to `parameter`, whose unsharded form has `ndim` dimensions."""
     return ndim > 1 and part_held_by(parameter).dtype in TRAINABLE and subclass_of(parameter) is None
 
 
 def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`values`, [blocks, BLOCK], as int8 of that shape, and float32 scales, [blocks, 1]."""
+    """Quantize `values` [blocks, BLOCK]. Return int8 values of that shape and float32 scales [blocks, 1]."""
     scales = torch.linalg.vector_norm(values, torch.inf, dim=1, keepdim=True).float()
     scales = scales.div_(LARGEST).clamp_(min=SMALLEST_SCALE)
     return torch.div(values, scales).round_().to(torch.int8), scales
@@ -65,7 +64,7 @@ class Int8Gather(GatherExtension):
         return self.inner[0]
 
     def write(self, sharded: "ShardedParameter", metadata: Any, unsharded: torch.Tensor) -> None:
-        """Dequantize, in one kernel on a GPU unless shards are padded; the components are free then."""
+        """Dequantize (on a GPU in one kernel, unless shards are padded), then free the gathered components."""
         (values, scales), (made,) = self.gathered, self.inner
         if self.chunk % BLOCK == 0:
             torch.mul(values, scales, out=made.view(values.shape))

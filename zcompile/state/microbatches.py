@@ -1,25 +1,25 @@
-"""The block of `zcompile.accumulate` that a sharded model is in."""
+"""The state of a sharded model inside of `with zcompile.accumulate(model)`."""
 
 import enum
 from dataclasses import dataclass
 
 
 class Deferred(enum.Enum):
-    """The part of a reduce that microbatches leave to the end of the block. The value is its name in the runtime."""
+    """The part of a reduce that is done once, at the end of the `with` block. The value is its name in the runtime."""
 
     NOTHING = ""
-    REPLICAS = "replicas"  # sums over replicas, inside of accumulate(reduce="shards")
-    HOSTS = "hosts"  # sums over hosts where these share main parameters, inside of the same
-    REDUCES = "reduces"  # all reduces, inside of accumulate(reduce="last")
+    REPLICAS = "replicas"  # the all-reduce over replicas, with accumulate(reduce="shards")
+    HOSTS = "hosts"  # the sum over hosts, with accumulate(reduce="shards") and main parameters sharded over hosts
+    REDUCES = "reduces"  # all of it, with accumulate(reduce="last")
 
 
 @dataclass
 class Microbatches:
     """
     Attributes:
-        accumulates: whether the model is inside of the block, where gradients add up and parameters do not change.
-        reduce: the block's argument `reduce`.
-        deferred: the part of each reduce that the block's end makes up for.
+        accumulates: whether the model is inside of the block: gradients add up, and parameters do not change.
+        reduce: the argument `reduce` of `zcompile.accumulate`.
+        deferred: the part of each reduce that is done once, at the end of the block.
         cache_bytes: the option `microbatch_cache_bytes` of the last compile.
     """
 
@@ -30,5 +30,5 @@ class Microbatches:
 
     @property
     def adds_up(self) -> bool:
-        """Whether the runtime adds up gradients until the block's end, and `.grad` is ones meanwhile."""
+        """Whether the runtime adds up gradients until the block's end, while `.grad` holds ones."""
         return self.accumulates and self.deferred in (Deferred.REDUCES, Deferred.HOSTS)

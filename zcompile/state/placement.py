@@ -1,14 +1,14 @@
-"""Where each parameter is sharded: over which mesh, along which dimension; and how modules read it.
+"""The mesh and the dimension along which each parameter is sharded, and the form in which modules read it.
 
 [Note: domains]
 Parameters that are sharded over one mesh are a *domain*: one `ShardedModel`, one runtime, one set of process groups.
-Most models have one. Where experts are spread over ranks (expert parallelism), the ranks that have the same experts are
-fewer than those that have the same dense layers, so experts are sharded over a mesh of their own. Domains are numbered
-in the order in which their first parameters come, alike on all ranks. Gathers and reduces carry the number, so that no
-pass puts two domains into one transfer.
+Most models have one. Under expert parallelism, fewer ranks hold the same experts than hold the same dense layers, so
+experts are sharded over another mesh than dense layers, and a model has two domains. Domains are numbered in the order
+of their first parameters, which is the same on all ranks. Gathers and reduces carry the number, so that no compiler
+pass puts parameters of two domains into one transfer.
 
-A parameter may be a DTensor before: tensor and expert parallelism spread it over *inner* meshes. What is sharded here
-is this rank's part of it. Modules read a DTensor over the inner meshes again.
+A parameter may be a DTensor before `zcompile.shard`, because tensor or expert parallelism has sharded it. The meshes of
+that DTensor are called *inner*. zcompile shards this rank's local part. Modules read a DTensor over the inner meshes.
 """
 
 import weakref
@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from zcompile.options import TRAINABLE
 from zcompile.state.gather_extension import check_hooks, padded_shard, subclass_of
 
-MOST_INNER = 2  # placements of a DTensor that is sharded
+MOST_INNER = 2  # placements that a DTensor may have before zcompile shards it
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Placement:
     """Where a parameter is sharded: what `shard_placement_fn` of `zcompile.shard` may return.
 
     Attributes:
-        shard: the dimension along which it is cut. Dimensions other than the first must divide by the ranks of the
-            mesh.
-        mesh: of one dimension, or of two (replicate x shard). Default: the mesh of `zcompile.shard`.
-        local: of a DTensor, whether modules read this rank's part as a plain tensor, as code does that distributes
-            tokens to experts itself.
+        shard: the dimension along which it is sharded. The size of a dimension other than the first must be a
+            multiple of the ranks that shard.
+        mesh: 1-D (shard) or 2-D (replicate x shard). Default: the mesh of `zcompile.shard`.
+        local: for a DTensor: modules read this rank's part as a plain tensor. Code that distributes tokens to experts
+            itself needs this.
     """
 
     shard: Shard = Shard(0)  # noqa: RUF009  it is immutable
@@ -48,7 +48,7 @@ class Placement:
 
 
 PlacementFunction = Callable[[nn.Parameter], Any]  # returns None, a Shard, a Placement, or FSDP2's ShardPlacementResult
-Placements = list[tuple[nn.Parameter, Placement]]  # of each parameter that is sharded, in the order of the model's
+Placements = list[tuple[nn.Parameter, Placement]]  # for each sharded parameter, in the order of model.parameters()
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
@@ -72,10 +72,10 @@ def check_mesh(mesh: DeviceMesh) -> None:
 def placements_of(
     model: nn.Module, mesh: DeviceMesh, choose: PlacementFunction | None, ignored: Container[int]
 ) -> tuple[Placements, Exception | None]:
-    """Where each parameter of `model` is sharded, and the first reason why one cannot be.
+    """Return the placement of each parameter of `model`, and the error of the first parameter that has none.
 
     Args:
-        mesh: of parameters for which `choose` names none.
+        mesh: the mesh for parameters whose placement names none.
         ignored: ids of parameters that are not sharded.
     """
     placements: Placements = []
@@ -96,7 +96,7 @@ def placements_of(
 
 
 def placement_of(parameter: nn.Parameter, choose: PlacementFunction | None) -> Placement:
-    """What `choose` says of `parameter`.
+    """Return the placement that `choose` returns for `parameter`, as a `Placement`.
 
     Raises:
         TypeError: it returned something else.
@@ -122,10 +122,10 @@ def _positive(shard: Shard, parameter: nn.Parameter) -> Shard:
 
 @dataclass(frozen=True)
 class Inner:
-    """What makes a DTensor over the inner meshes of this rank's part of a parameter.
+    """The mesh, placements and sizes with which a local part becomes the DTensor over the inner mesh that modules read.
 
-    Two are equal over one mesh. Meshes are equal also if the process groups of one were closed. Pickled, it has the
-    mesh by `mesh_key`: another process unpickles one over its own mesh.
+    Comparison uses `mesh_id` instead of `mesh`, because two meshes compare equal even if the process groups of one were
+    closed. A pickle holds the `mesh_key`, so that another process unpickles an `Inner` over its own mesh.
     """
 
     mesh: DeviceMesh = field(compare=False)
@@ -142,17 +142,17 @@ _meshes: "weakref.WeakValueDictionary[Hashable, DeviceMesh]" = weakref.WeakValue
 
 
 def mesh_key(mesh: DeviceMesh) -> Hashable:
-    """The key of an inner mesh: the same on all of its ranks, and in another run."""
+    """Return a key that identifies an inner mesh on all of its ranks, and in another run."""
     return mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape), mesh._flatten_rank_map
 
 
 def remember_mesh(mesh: DeviceMesh) -> None:
-    """Let each `Inner` that is unpickled from now on have `mesh`, if it was pickled with one of that `mesh_key`."""
+    """Use `mesh` for each `Inner` that is unpickled from now on and has the same `mesh_key`."""
     _meshes[mesh_key(mesh)] = mesh
 
 
 def inner_over(key: Hashable, placements: tuple[Any, ...], shape: torch.Size, stride: tuple[int, ...]) -> Inner:
-    """The `Inner` over the last mesh of that key that was remembered."""
+    """Unpickle an `Inner`, over the mesh that `remember_mesh` last got for `key`."""
     mesh = remembered_mesh(key)
     return Inner(mesh, id(mesh), placements, shape, stride)
 
@@ -172,14 +172,14 @@ class Layout:
     """How the runtime moves a parameter, and how modules read it.
 
     Attributes:
-        shape: what the runtime gathers. Cut along its first dimension, it is the parameter, or this rank's part of a
-            DTensor. Cut along another one, it has a dimension more: the shards, one after the other.
-        dim: along which the parameter is cut.
-        inner: of a DTensor that modules read as such.
+        shape: the shape of the gathered tensor. If `dim` is 0, this is the shape of the parameter, or of this rank's
+            part of a DTensor. Otherwise a first dimension is added, which counts the shards.
+        dim: the dimension along which the parameter is sharded.
+        inner: if modules read a DTensor, its inner mesh and placements; else None.
         domain: number of the domain; see [Note: domains].
-        dtype: in which it is gathered; None for the dtype that it has then.
-        local: of a DTensor that modules read as this rank's part of it.
-        is_extended: it is gathered as components; see gather_extension.py.
+        dtype: the dtype of gathers; None for the parameter's dtype at the time of the gather.
+        local: whether modules read this rank's part of a DTensor as a plain tensor.
+        is_extended: whether gathers move components in place of the parameter; see gather_extension.py.
     """
 
     shape: tuple[int, ...]
@@ -192,19 +192,19 @@ class Layout:
 
     @property
     def is_plain(self) -> bool:
-        """Whether what is gathered is what modules read."""
+        """Whether modules read the gathered tensor as it is."""
         return self.dim == 0 and self.inner is None and not self.is_extended
 
     def as_read(self, gathered: torch.Tensor) -> torch.Tensor:
-        """The parameter that modules read, made of what was gathered. Traced by Dynamo."""
+        """Return the parameter that modules read, from the gathered tensor. Dynamo traces this."""
         return self.as_parameter(self.as_part(gathered))
 
     def as_part(self, gathered: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the parameter, made of what was gathered."""
+        """Return this rank's part of the parameter (all of it, unless it is a DTensor), from the gathered tensor."""
         return gathered.movedim(0, self.dim).flatten(self.dim, self.dim + 1) if self.dim > 0 else gathered
 
     def as_parameter(self, part: torch.Tensor) -> torch.Tensor:
-        """The parameter of which this rank has `part`."""
+        """Return the parameter that modules read: a DTensor over `part` if there is an inner mesh, else `part`."""
         inner = self.inner
         if inner is None:
             return part
@@ -213,7 +213,7 @@ class Layout:
         )
 
     def gathered_grad(self, grad: Any, world: int) -> torch.Tensor:
-        """`grad`, a gradient of `as_read(gathered)`, as the gradient of `gathered`, which `world` ranks share."""
+        """Convert `grad`, the gradient of `as_read(gathered)`, to that of `gathered`, which `world` ranks shard."""
         if self.inner is not None:
             if grad.placements != self.inner.placements:  # as the backward of `DTensor.from_local` does
                 grad = grad.redistribute(placements=self.inner.placements)
@@ -224,7 +224,7 @@ class Layout:
 
 
 def part_of(parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank has of `parameter`: of a DTensor its part, else all of it."""
+    """Return the local tensor of a DTensor, and any other parameter itself."""
     return parameter.to_local().contiguous() if isinstance(parameter, DTensor) else parameter
 
 
@@ -237,13 +237,13 @@ def layout_for(
     meshes: dict[DeviceMesh, DeviceMesh],
     is_extended: bool = False,
 ) -> Layout:
-    """The layout of `parameter`, which `world` ranks share.
+    """Return the layout of `parameter`, which `world` ranks shard.
 
     Args:
-        param_dtype: to gather in; parameters that cannot train, as those of integers, keep their own.
-        meshes: of other parameters of the model. A program may slice one mesh several times; its model reads over one
-            of these equal meshes, so that modules share a class, and a file finds it.
-        is_extended: it is gathered as components, as all tensor subclasses are.
+        param_dtype: the dtype of gathers. Parameters that cannot train, such as integers, keep their own.
+        meshes: inner meshes of the model's other parameters. If a program slices one mesh several times, the slices are
+            equal; the model uses the first, so that modules share a class and an artifact finds the mesh.
+        is_extended: gather components in place of the parameter. Tensor subclasses do so in any case.
     """
     part, dim = part_of(parameter.detach()), placement.shard.dim
     shape = tuple(part.shape)
@@ -259,7 +259,7 @@ def layout_for(
 
 
 def local_shard(part: torch.Tensor, dim: int, world: int, rank: int) -> torch.Tensor:
-    """Rank `rank`'s shard of `part`, a view of it if that is plain; the last ones may be shorter, or empty."""
+    """Return the shard of rank `rank`, a view if `part` is a plain tensor. Last shards may be shorter, or empty."""
     if subclass_of(part) is not None:
         return padded_shard(part, world, rank)
     if part.ndim == 0:
@@ -270,10 +270,10 @@ def local_shard(part: torch.Tensor, dim: int, world: int, rank: int) -> torch.Te
 
 
 def mesh_over_hosts(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh (gpu, host) of `mesh` (host, gpu), over the same process groups.
+    """Return `mesh`, of dimensions (host, gpu), transposed to (gpu, host), over the same process groups.
 
-    A parameter that is `Shard(0)` in both dimensions is cut among the ranks of a host first, and each of these shards
-    among hosts. Over `mesh`, `_StridedShard` would say that, which torch cannot make whole where sizes do not divide.
+    On the result, `[Shard(0), Shard(0)]` shards a parameter among the GPUs of a host, then each shard among hosts. On
+    `mesh`, the same layout needs `_StridedShard`, from which torch cannot make the full tensor if sizes do not divide.
     """
     names = mesh.mesh_dim_names or ("host", "gpu")  # torch asks for names here
     return DeviceMesh.from_group(
@@ -287,9 +287,9 @@ def mesh_over_hosts(mesh: DeviceMesh) -> DeviceMesh:
 def as_dtensor(
     parameter: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh, dim: int, over_hosts: bool = False
 ) -> DTensor:
-    """The DTensor over `local`, this rank's shard: sharded over the last dimension of `mesh`, and replicated over the
-    first of two, or sharded over that, too (`over_hosts`). Dimensions of inner meshes come behind, as FSDP2 has them:
-    where both cut one dimension, `mesh` cuts what they have left, which `_StridedShard` says."""
+    """Return the DTensor over `local`, this rank's shard. It is sharded over the last dimension of `mesh`, and over the
+    first of two replicated, or sharded if `over_hosts`. Inner mesh dimensions follow, as under FSDP2. If both shard one
+    tensor dimension, the inner meshes shard it first, so the placement over `mesh` is a `_StridedShard`."""
     shape = parameter.shape
     cut = Shard(dim) if shape else Replicate()
     ours: list[Any] = [cut if over_hosts else Replicate()] * (mesh.ndim - 1) + [cut]
@@ -306,7 +306,7 @@ def as_dtensor(
 
 
 def check_placement(name: str, parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> Exception | None:
-    """Why `parameter` cannot be sharded over `mesh`, or None; returned, so that ranks can agree first."""
+    """Return why `parameter` cannot be sharded over `mesh`, or None. Returned, so that ranks agree first."""
     where, dim = f"zcompile.shard: parameter '{name}' (rank {dist.get_rank()})", placement.shard.dim
     size = mesh.size(mesh.ndim - 1)
     if subclass_of(parameter) is not None and (refused := check_hooks(name, parameter, mesh, dim)) is not None:
@@ -320,8 +320,8 @@ def check_placement(name: str, parameter: nn.Parameter, placement: Placement, me
         return RuntimeError(
             f"{where} is a DTensor over {inner.mesh_dim_names or 'a mesh without names'} already, which overlaps the "
             f"mesh {mesh.mesh_dim_names or 'of all ranks'} that it is to be sharded over. Make one mesh with named "
-            "dimensions, and pass zcompile.shard the ones that are left, such as mesh=world_mesh['dp']. Do not combine "
-            "with fully_shard."
+            "dimensions, and pass zcompile.shard the ones that the DTensor does not use, such as "
+            "mesh=world_mesh['dp']. Do not combine with fully_shard."
         )
     if not mesh.mesh_dim_names:
         return RuntimeError(
@@ -355,11 +355,11 @@ def _check_dim(where: str, shape: torch.Size, dim: int, size: int) -> Exception 
 
 
 def is_spread(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> bool:
-    """Whether a rank's shard of `parameter` is something else than plain rows over `mesh`."""
+    """Whether `parameter` is sharded otherwise than by rows over `mesh`."""
     return placement.mesh not in (None, mesh) or placement.shard.dim > 0 or isinstance(parameter, DTensor)
 
 
 def spread_parameter(unit: nn.Module, placements: Placements, mesh: DeviceMesh) -> str | None:
-    """The name of a parameter for which `unit` can be none, since a unit's are plain rows over `mesh`; or None."""
+    """Return a parameter of `unit` that is not sharded by rows over `mesh`, which units need, by its name; or None."""
     spread = {id(parameter) for parameter, placement in placements if is_spread(parameter, placement, mesh)}
     return next((name for name, parameter in unit.named_parameters() if id(parameter) in spread), None)

@@ -1,18 +1,18 @@
-"""The shards of one model, and each parameter in its two forms.
+"""The sharded parameters of one model, and its runtime: transport, gathers and reduces.
 
 [Note: leaf and parameter]
 A sharded parameter is two Python objects over one storage. `model.parameters()` yields a DTensor, which optimizers,
-clipping and checkpoints understand. The module's forward reads through a property, which gathers the *leaf*: a plain
-tensor over the same memory. Why two: a DTensor that goes through a compiled graph costs about 90 us of host time per
-parameter and step; a plain tensor costs what any parameter costs. Autograd accumulates into the leaf, and a hook moves
-the result to the DTensor's `.grad`.
+clipping and checkpoints understand. The module's forward reads a property, which all-gathers the *leaf*: a plain tensor
+over the same memory. Why two: a DTensor as input of a compiled graph costs about 90 us of host time per parameter and
+step, a plain tensor much less. Autograd accumulates into the leaf's `.grad`, and a hook moves the gradient to the
+DTensor's `.grad`.
 
 [Note: what frees a model]
-The last reference to a model frees its shards, its runtime and its threads, without the garbage collector. So there
-is no circle: a module holds its leaves, a leaf its `ShardedParameter` and the `ShardedModel`, which hold DTensors and
-the runtime. They refer to leaves and modules weakly, and so does the runtime (csrc/runtime/param_state.h). An autograd
-graph holds leaves, hence all that a backward needs when the modules are gone. The hook on a leaf is a function that
-holds nothing: torch's garbage collector does not see what a post-accumulate hook holds.
+When the last reference to a model goes, its shards, runtime and threads are freed without the garbage collector. This
+needs references without a cycle: a module holds its leaves; a leaf holds its `ShardedParameter` and `ShardedModel`;
+these hold DTensors and the runtime. References to leaves and modules are weak, also in the runtime
+(csrc/runtime/param_state.h). An autograd graph holds leaves, so a backward can run after the modules are gone. The hook
+on a leaf holds no reference, because torch's garbage collector cannot traverse post-accumulate hooks.
 """
 
 import math
@@ -44,7 +44,7 @@ from zcompile.state.transport_choice import Choice, choose, log
 
 @dataclass
 class Provenance:
-    """How the model came to be, in words: the arguments of `zcompile.shard`, and the origin of its compiled code."""
+    """Texts for reports: the arguments of `zcompile.shard`, and the origin of the model's compiled code."""
 
     shard_options: str = ""
     compiled: str = ""
@@ -52,16 +52,16 @@ class Provenance:
 
 @dataclass
 class Replays:
-    """What of a model's compiled code ran as CUDA graphs."""
+    """Counts of the CUDA graphs of a model's compiled code."""
 
-    graphs: int = 0  # captured
-    pool_bytes: int = 0  # of device memory that captures added to the pool of all graphs
+    graphs: int = 0  # that were captured
+    pool_bytes: int = 0  # device memory that captures added to the pool that all graphs share
     replays: int = 0
-    uncaptured: Counter[str] = field(default_factory=Counter)  # calls, by the reason
+    uncaptured: Counter[str] = field(default_factory=Counter)  # reason -> number of calls that ran without a graph
 
 
 class ShardedModel:
-    """The shards of one model; every module that owns one holds a reference."""
+    """The shards and the runtime of one model. Each module with a sharded parameter refers to it."""
 
     def __init__(
         self,
@@ -76,12 +76,12 @@ class ShardedModel:
     ):
         """
         Args:
-            machine: that the ranks of the mesh plan with.
-            has_units: its parameters are those of a model's units; another `ShardedModel` has the others.
-            domain: see [Note: domains] in placement.py.
-            divisor: of summed gradients. Default: the ranks of the mesh, so that they are means.
-            scale_of_means: gradients are means over ranks times this; see `gradient_divide_factor`.
-            mesh_of_states: of main parameters, if they are sharded over hosts, too. Default: `mesh`.
+            machine: rates and memory of the hardware, from which compiler passes plan transfers.
+            has_units: whether the parameters are those of the model's units ([Note: units] in units/unit.py).
+            domain: number of the domain; see [Note: domains] in placement.py.
+            divisor: divides summed gradients. Default: the number of ranks in the mesh, which gives means.
+            scale_of_means: gradients are means over ranks times this factor; see `gradient_divide_factor`.
+            mesh_of_states: mesh of the main parameters, if they are sharded over hosts, too. Default: `mesh`.
         """
         self.domain = domain
         self.scale_of_means = scale_of_means
@@ -89,14 +89,14 @@ class ShardedModel:
         self.over_hosts = mesh_of_states is not None  # see [Note: host shards] in csrc/runtime/host_shards.h
         self.mesh_of_states = mesh if mesh_of_states is None else mesh_of_states
         self.machine = machine
-        self.are_units = has_units  # of which a backward may have several reduces, delivered in another order
+        self.are_units = has_units  # a backward may reduce these several times, and deliver in another order
         self.groups = groups_of(mesh, has_units)
         self.runtime = self.groups.make_runtime(native_reduce=native_reduce, domain=domain, divisor=divisor)
         if self.over_hosts:
             self.runtime.spread_over_hosts()
         has_others = bool(self.runtime.order_digests()) and not is_fake(mesh)  # replicas too
         self.order_check: OrderCheck | None = None
-        self.program_check: Agreement | None = None  # of the ranks that share shards, and of others that wait for them
+        self.program_check: Agreement | None = None  # compares compiled programs among the ranks that share shards
         if has_others:
             timeout_s, world = timeout_of(mesh).total_seconds(), self.groups.world
             self.order_check = OrderCheck(mesh, order_group(mesh), world, timeout_s)
@@ -110,26 +110,26 @@ class ShardedModel:
         self.forward_checks = ForwardChecks()
         self.provenance = Provenance()
         self.replays = Replays()
-        self.unit_order: Any = None  # the `UnitOrder` of a model that has units; of both of its ShardedModels
-        self.in_compiled = False  # an outermost forward runs that is compiled; reads between its graphs open blocks
-        self.has_run = False  # a forward
-        self.offloads: weakref.WeakSet[Any] = weakref.WeakSet()  # of optimizers that keep states in host memory
-        self.block_order: Any = None  # the `BlockOrder` of the blocks in which eager code gathers
-        self.call_outermost: Any = None  # calls a module outside of every other forward; see units/blocks.py
-        self.units: ShardedModel | None = None  # of a model that has units: the one of those
-        self.others: list[ShardedModel] = []  # of the first domain: those of the others, in their order
-        self.agreement: Agreement | None = None  # `program_check`, over transports where a difference would hang
+        self.unit_order: Any = None  # the `UnitOrder` if the model has units; its two ShardedModels share it
+        self.in_compiled = False  # the outermost forward that runs is compiled; reads between its graphs open blocks
+        self.has_run = False  # whether a forward has begun
+        self.offloads: weakref.WeakSet[Any] = weakref.WeakSet()  # those of optimizers with states in host memory
+        self.block_order: Any = None  # the `BlockOrder` of the blocks (parameter groups) that eager code gathers
+        self.call_outermost: Any = None  # runs a module's call that no other forward contains; see units/blocks.py
+        self.units: ShardedModel | None = None  # if the model has units, the ShardedModel of their parameters
+        self.others: list[ShardedModel] = []  # in the first domain's ShardedModel: those of the other domains, in order
+        self.agreement: Agreement | None = None  # `program_check`, if ranks with different programs would hang
 
     def local_shard(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's shard of `part`, as `local_shard` of placement.py has it; of that, its part if hosts share it."""
+        """Return this rank's shard of `part`, or this host's part of the shard if hosts divide it (`over_hosts`)."""
         shard = local_shard(part, dim, self.groups.world, self.groups.rank)
         return local_shard(shard, dim, self.mesh.size(0), self.mesh.get_local_rank(0)) if self.over_hosts else shard
 
     def gather_host_shards(self, held: Container[int]) -> None:
-        """After an optimizer's step, start to gather from other hosts the shards that the next forward reads.
+        """After an optimizer step, start to all-gather over hosts the host shards that the next forward reads.
 
         Args:
-            held: ids of the parameters that the optimizer holds.
+            held: ids of the optimizer's parameters.
         """
         if self.over_hosts:
             stepped = [
@@ -140,14 +140,14 @@ class ShardedModel:
             self.runtime.gather_host_shards(stepped)
 
     def choose(self, wanted: str) -> Choice:
-        """The transport for `wanted`, and why; see `zcompile.state.transport_choice.choose`."""
+        """Return the transport for `wanted`, with the reason; see `zcompile.state.transport_choice.choose`."""
         return choose(wanted, self.mesh, self.groups.make_runtime_to_measure)
 
     def use_transport(self, wanted: str) -> None:
-        """Change the transport to `wanted`, one of `zcompile.options.TRANSPORTS`; all ranks together.
+        """Change the transport to `wanted`, one of `zcompile.options.TRANSPORTS`. All ranks must call it.
 
         Raises:
-            ValueError: not known, or not possible here.
+            ValueError: `wanted` is not known, or not possible here.
         """
         if self.domain > 0 and self.mesh.device_type == "cuda":
             wanted = "nccl"
@@ -161,18 +161,18 @@ class ShardedModel:
         self.wanted_transport, self.transport = wanted, choice
         for other in models_of(self)[1:]:
             other.use_transport(wanted)
-        # Peer to peer, ranks notice by the signals for which they wait.
+        # Peer to peer, no check is needed: the signals for which ranks wait tell if programs differ.
         self.agreement = self.program_check if choice.transport != "p2p" else None
         log.info("zcompile: transport %s: %s", *choice)
 
     def microbatch_cache_limit(self) -> int:
-        """Most bytes that stay unsharded across microbatches; see
-        `zcompile.options.Settings.microbatch_cache_bytes`. Units, and domains but the first, cache nothing."""
+        """Return the most bytes of parameters that stay unsharded from one microbatch to the next; see
+        `zcompile.options.Settings.microbatch_cache_bytes`. It is 0 for units, and for all domains but the first."""
         if self.domain > 0 or self.are_units:
             return 0
         if self.microbatches.cache_bytes is not None:
             return self.microbatches.cache_bytes
-        # Of any rank, not of this one: its own last shard may be shorter, and ranks must have one limit.
+        # Sizes of full shards, so that all ranks get one limit: the last shards may be shorter.
         shards_bytes = sum(
             -(-math.prod(each.shape) // model.runtime.world) * each.leaf.itemsize
             for model in models_of(self)
@@ -181,43 +181,43 @@ class ShardedModel:
         return max(0, self.machine.memory_bytes - 4 * shards_bytes) // 4
 
     def begin_accumulating(self, microbatch_cache_bytes: int) -> None:
-        """From here on, parameters do not change: what is gathered stays unsharded, up to `microbatch_cache_bytes`."""
+        """Keep gathered parameters unsharded, up to `microbatch_cache_bytes`, until `end_accumulating`."""
         self.microbatches.accumulates = True
         self.runtime.begin_caching(microbatch_cache_bytes)
 
     def end_accumulating(self) -> None:
-        """From here on, parameters may change again."""
+        """Drop the microbatch cache, because parameters may change from now on."""
         self.microbatches.accumulates = False
         self.runtime.end_caching()
 
     def in_modules(self) -> list[ShardedParameter]:
-        """The parameters whose modules the program has not taken out of the model and freed."""
+        """Return the parameters whose modules still exist. A program may delete modules after `shard`."""
         return [sharded for sharded in self.parameters.values() if sharded.leaf_reference() is not None]
 
     @property
     def orders(self) -> list[Any]:
-        """The `UnitOrder` and `BlockOrder` that there are."""
+        """The model's `UnitOrder` and `BlockOrder`, without those that it lacks."""
         return [order for order in (self.unit_order, self.block_order) if order is not None]
 
     def close_tables(self) -> None:
-        """Let modules have DTensors where they have unsharded parameters from one microbatch to the next."""
+        """Put the DTensors back into modules that keep unsharded parameters from one microbatch to the next."""
         for order in self.orders:
             for unit in order.units:
                 unit.close_tables()
 
     def limit_microbatch_cache(self, microbatch_cache_bytes: int | None) -> None:
-        """Take the option of a compile as `microbatch_cache_limit`, also for microbatches that have begun."""
+        """Use a compile's option as the limit of the microbatch cache, also for microbatches that have begun."""
         self.microbatches.cache_bytes = microbatch_cache_bytes
         self.runtime.limit_cache(self.microbatch_cache_limit())
 
     def enter_forward(self) -> bool:
-        """Let leaves train as parameters do, whose `requires_grad` users set; Dynamo guards on the leaves.
+        """Check the model, and copy `requires_grad` of each DTensor, which users set, to its leaf, which Dynamo guards.
 
-        Called outside of compiled code, before the outermost forward and before each that is compiled.
+        Called outside of compiled code, before the outermost forward and before each compiled forward.
 
         Returns:
-            Whether the forward must run in eager: a module has another tensor in place of a parameter (see
-            substituted_parameters.py), or will have.
+            Whether the forward must run in eager, because a module has, or will have, another tensor in place of a
+            parameter (see substituted_parameters.py).
         """
         self.forward_checks.check()
         self.refuse_assigned_data()
@@ -229,8 +229,8 @@ class ShardedModel:
             has_others |= other.enter_forward()
         for sharded in self.parameters.values():
             parameter: Any = sharded.parameter
-            leaf: Any = sharded.leaf_reference()  # modules hold it
-            if leaf is None:  # and were taken out of the model
+            leaf: Any = sharded.leaf_reference()
+            if leaf is None:  # the modules that held it were deleted
                 continue
             if sharded.is_replaced():
                 has_others = True
@@ -239,25 +239,25 @@ class ShardedModel:
         return has_others
 
     def install_leaf(self, sharded: ShardedParameter) -> None:
-        """Let modules read the leaf, and the runtime see writes to the parameter."""
+        """Let modules read the leaf, and let the runtime notice writes to the parameter."""
         self.watch(sharded)
         sharded.install_leaf()
 
     def watch(self, sharded: ShardedParameter) -> None:
-        """Let the runtime see writes to what is the parameter now, and assignments to its `.data`."""
+        """Let the runtime notice writes to the current DTensor of `sharded`, and assignments to its `.data`."""
         for index in (sharded.index, *(sharded.extension.indices if sharded.extension is not None else ())):
             self.runtime.watch(index, sharded.main_params())
         if isinstance(sharded.parameter, DTensor):
             self.runtime.guard_data(sharded.index, sharded.parameter)
 
     def refuse_assigned_data(self) -> None:
-        """Raise if somebody has assigned to `.data` of a parameter. It is told once, and the shard is as it was.
+        """Raise, once for each assignment, if the program has assigned to `.data` of a parameter.
 
-        A DTensor's values are in its local tensor. An assignment to its `.data` changes something else, and is lost.
-        If the local tensor is another one, too, `torch.utils.swap_tensors` was at work, and the leaf follows.
+        A DTensor's values are in its local tensor, so an assignment to its `.data` is lost, and the shard is unchanged.
+        After `torch.utils.swap_tensors`, the local tensor is a new one, too: the leaf is replaced without an error.
 
         Raises:
-            RuntimeError: names the parameter.
+            RuntimeError: an assignment was lost; the text names the parameter.
         """
         sharded, names = list(self.parameters.values()), []
         while (index := self.runtime.assigned_data([each.parameter for each in sharded])) >= 0:
@@ -276,7 +276,7 @@ class ShardedModel:
     def refuse_late_hooks(self) -> None:
         """
         Raises:
-            RuntimeError: a shard has got FSDP2's all-gather hooks, by which it was not sharded.
+            RuntimeError: a parameter has FSDP2's all-gather hooks, but had none in `zcompile.shard`.
         """
         for sharded in (each for model in models_of(self) for each in model.in_modules()):
             if sharded.extension is None and has_hooks(sharded.parameter):
@@ -286,8 +286,8 @@ class ShardedModel:
                 )
 
     def follow_storage(self, sharded: ShardedParameter) -> bool:
-        """Take a new leaf if the parameter's storage was exchanged, as `module.to()` and
-        `load_state_dict(assign=True)` do; whether it was."""
+        """Make a new leaf if the DTensor's storage was exchanged, as by `module.to()` or
+        `load_state_dict(assign=True)`. Return whether it was."""
         local = sharded.local()
         if sharded.has_leaf_of(local):
             return False
@@ -304,19 +304,19 @@ class ShardedModel:
 
 
 def models_of(state: ShardedModel) -> list[ShardedModel]:
-    """`state`, and those of its units and of its other domains if it has some."""
+    """Return `state`, then the ShardedModels of its units and of its other domains, if there are any."""
     return [state, *([state.units] if state.units is not None else ()), *state.others]
 
 
 def install_leaves(state: ShardedModel) -> None:
-    """Install the leaf of each parameter of `state` and of its units and domains."""
+    """Let modules read the leaf of each parameter of `state`, of its units and of its other domains."""
     for each in models_of(state):
         for sharded in each.parameters.values():
             each.install_leaf(sharded)
 
 
 def state_of(model: nn.Module) -> ShardedModel:
-    """The shards of `model`, as its modules refer to them; those of units are its `units`.
+    """Return the ShardedModel of `model`. The one of its units is the attribute `units`.
 
     Raises:
         RuntimeError: `model` is not sharded.

@@ -1,4 +1,4 @@
-"""One sharded parameter: its DTensor, its leaf, and the way of a gradient from one to the other.
+"""One sharded parameter: its DTensor, its leaf, and the hooks that move a gradient from the leaf to the DTensor.
 
 See [Note: leaf and parameter] in sharded_model.py.
 """
@@ -30,12 +30,12 @@ class OnHost(NamedTuple):
     """A main parameter in host memory; see [Note: main parameters in host memory] in training/main_parameters.py."""
 
     main: torch.Tensor  # on the CPU
-    narrow: torch.Tensor  # on the device, read by gathers
+    narrow: torch.Tensor  # copy on the device in the dtype of gathers, which read it
 
 
 @dataclass(eq=False)
 class ShardedParameter:
-    """One parameter of a sharded model and what its modules need to read it."""
+    """One parameter of a sharded model, and the state with which modules read it and gradients reach it."""
 
     name: str
     index: int
@@ -43,44 +43,44 @@ class ShardedParameter:
     leaf_reference: "weakref.ref[nn.Parameter]"
     layout: Layout = field(kw_only=True)
     owner_references: "list[tuple[weakref.ref[nn.Module], str]]" = field(default_factory=list)
-    is_whole: bool = False  # inside of `zcompile.unshard`, where the owners have an unsharded parameter
-    unsharded: nn.Parameter | None = None  # that the owners have while their unit is open
+    is_whole: bool = False  # inside of `zcompile.unshard`, where modules have an unsharded parameter
+    unsharded: nn.Parameter | None = None  # the one that modules have while their unit or block is gathered
     extension: GatherExtension | None = None  # if it is gathered as components
     on_host: OnHost | None = None  # if the main parameter lies in host memory
-    has_deferred: bool = False  # `.grad` is a factor; see `defer_grad`
-    factor_version: int = 0  # of that, which the program may not change between two backwards; -1: it changes now
-    unreduced: torch.Tensor | None = None  # the gradients that have added up
-    earlier_grad: torch.Tensor | None = None  # what `.grad` was before
-    accumulation: Any = None  # autograd's node that adds to `.grad` then
-    methods: ClassVar[tuple[str, ...]] = "requires_grad_", "full_tensor"  # of the DTensor, in place of DTensor's own
-    zeros_if_unused: ClassVar[bool] = False  # whether it has a gradient from a unit of which no rank used it
+    has_deferred: bool = False  # `.grad` is a factor for the sum that is reduced later; see `defer_grad`
+    factor_version: int = 0  # version of the factor, which the program must not write to; -1: autograd adds to it now
+    unreduced: torch.Tensor | None = None  # this rank's sum of gradients
+    earlier_grad: torch.Tensor | None = None  # `.grad` before the first deferred gradient
+    accumulation: Any = None  # the autograd node that adds to `.grad`, with hooks while gradients are deferred
+    methods: ClassVar[tuple[str, ...]] = "requires_grad_", "full_tensor"  # replaced on the DTensor
+    zeros_if_unused: ClassVar[bool] = False  # its gradient if no rank used it: zeros, or None
 
     @property
     def leaf(self) -> nn.Parameter:
-        """The plain local shard that graphs see."""
+        """The plain tensor over this rank's shard that graphs and ops read."""
         leaf = self.leaf_reference()
         assert leaf is not None, f"'{self.name}' was read after its modules were freed"
         return leaf
 
     @property
     def owners(self) -> list[tuple[nn.Module, str]]:
-        """(module, attribute) of each module that reads the parameter; several where it is tied."""
+        """(module, attribute) of each module that has the parameter; several if it is tied."""
         owners = ((reference(), attribute) for reference, attribute in self.owner_references)
         return [(module, attribute) for module, attribute in owners if module is not None]
 
     def add_owner(self, module: nn.Module, attribute: str, leaf: nn.Parameter) -> None:
-        """Let `module`, which reads the parameter as `attribute`, hold the leaf."""
+        """Register `module`, which reads the parameter as `attribute`, and let it hold the leaf."""
         self.owner_references.append((weakref.ref(module), attribute))
         module.__dict__[LEAF + attribute] = leaf
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what is gathered: the unsharded parameter, unless the layout is not plain."""
+        """Shape of the gathered tensor; see `Layout.shape`."""
         return self.layout.shape
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """Of the whole parameter, the same on all ranks, also if tensor parallelism gives them parts of other sizes."""
+        """Shape of the DTensor, the same on all ranks, even if their local parts differ in size."""
         return tuple(self.parameter.shape) if isinstance(self.parameter, DTensor) else self.shape
 
     @property
@@ -94,30 +94,30 @@ class ShardedParameter:
         return bool(self.parameter._backward_hooks or self.parameter._post_accumulate_grad_hooks)
 
     def is_replaced(self) -> bool:
-        """Whether somebody put something else into the module's table; see substituted_parameters.py."""
+        """Whether the program has replaced the parameter in its module; see substituted_parameters.py."""
         found = self.owner_parameters.get(self.attribute)
         return found is not self.parameter and (found is None or found is not self.unsharded)
 
     def local(self) -> torch.Tensor:
-        """This rank's shard, in the memory that the optimizer changes."""
+        """Return this rank's shard: the DTensor's local tensor, which the optimizer changes."""
         with torch.no_grad():
             return cast(DTensor, self.parameter).to_local()
 
     def main_params(self) -> list[torch.Tensor]:
-        """Tensors through which users may write to the shard: the runtime watches their versions."""
+        """Return the tensors through which users may write to the shard, so that the runtime watches their versions."""
         return [self.parameter, self.local()]
 
     def has_leaf_of(self, local: torch.Tensor) -> bool:
-        """Whether the leaf stands for the shard `local`, and not for one that was exchanged since."""
+        """Whether the leaf has the memory of the local tensor `local`, which the program may have exchanged."""
         if (hooks := self.of_subclass) is not None:
             return part_held_by(self.parameter) is hooks.local
         return local.untyped_storage().data_ptr() == self.leaf.untyped_storage().data_ptr() and local.numel() > 0
 
     def make_leaf(self, local: torch.Tensor) -> nn.Parameter:
-        """A leaf for the shard `local`.
+        """Make a leaf over the local tensor `local`.
 
         Raises:
-            RuntimeError: a tensor subclass gives way to another class.
+            RuntimeError: the parameter was a tensor subclass, and now has another class.
         """
         if (hooks := self.of_subclass) is not None:
             local = part_held_by(self.parameter)
@@ -128,7 +128,7 @@ class ShardedParameter:
         return nn.Parameter(local, requires_grad=self.parameter.requires_grad)
 
     def install_leaf(self) -> None:
-        """Make the leaf what the owning modules read, and let its gradients go to the DTensor."""
+        """Let modules read the leaf, and move its gradients to the DTensor by a hook."""
         setattr(self.leaf, PARAMETER, self)
         trains = self.parameter.requires_grad
         if self.leaf.is_floating_point():
@@ -146,26 +146,26 @@ class ShardedParameter:
         for module, attribute in self.owners:
             module.__dict__[LEAF + attribute] = self.leaf
         owner, self.attribute = self.owners[0]
-        self.owner_parameters = owner._parameters  # where the DTensor lies unless somebody replaced it
+        self.owner_parameters = owner._parameters  # holds the DTensor, unless the program replaced it
 
     def __del__(self) -> None:
         self.drop_methods()  # an optimizer may hold the parameter for longer
 
     def drop_methods(self) -> None:
-        """Let the DTensor have DTensor's own methods again."""
+        """Remove the replaced methods from the DTensor."""
         for name in self.methods:  # no global, which may be gone at the interpreter's end
             vars(self.parameter).pop(name, None)
 
     def set_requires_grad(self, requires_grad: bool = True) -> nn.Parameter:
-        """Stands in for the DTensor's `requires_grad_`: compiled graphs guard on the leaf."""
+        """Replace the DTensor's `requires_grad_`, to set the flag of the leaf, too, on which compiled graphs guard."""
         self.leaf.requires_grad = self.parameter.requires_grad = requires_grad
         return self.parameter
 
     def full_tensor(self, *, grad_placements: Any = None, scale: float) -> torch.Tensor:
-        """Stands in for the DTensor's `full_tensor`: its gradient is the mean over ranks, as that of a forward's read.
+        """Replace the DTensor's `full_tensor`, so that its gradient is the mean over ranks, as for reads in a forward.
 
-        Why: DTensor takes the gradient of this rank for that of all. So a loss over this rank's own batch would train
-        the rows of each rank by that rank's batch alone, as it does under FSDP2.
+        Why: by default, DTensor assumes that all ranks have the same gradient. If the loss is over each rank's own
+        batch, each shard would then get its own rank's gradient only, as under FSDP2.
         """
         parameter = cast(DTensor, self.parameter)
         means = [Partial("avg")] * parameter.device_mesh.ndim
@@ -175,13 +175,13 @@ class ShardedParameter:
         return whole
 
     def post_accumulate_grad(self, leaf: torch.Tensor, is_late: bool = False) -> None:
-        """Autograd's hook on the leaf: move its gradient to the DTensor, adding to what is there.
+        """Add the gradient of `leaf` to the DTensor's `.grad`. Autograd calls this as the leaf's post-accumulate hook.
 
         Args:
-            is_late: the gradient is of earlier backwards; the parameter may have been frozen since.
+            is_late: the gradient is from earlier backwards, so it counts even if the parameter is frozen by now.
 
         Raises:
-            RuntimeError: the module has another parameter now, or a hook would see a gradient that is not reduced.
+            RuntimeError: the program replaced the parameter, or a hook would see a gradient that is not reduced.
         """
         grad, leaf.grad = leaf.grad, None
         if grad is None:  # a compiled graph that found the parameter to have no effect
@@ -192,7 +192,7 @@ class ShardedParameter:
         if not (parameter.requires_grad or is_late):
             return
         microbatches = getattr(leaf, MODEL).microbatches
-        accumulates = microbatches.accumulates  # of each parameter in each step, so the usual path is short
+        accumulates = microbatches.accumulates  # this runs for each parameter in each step, so the usual path is short
         if accumulates and microbatches.adds_up:
             self.defer_grad(grad)
             return
@@ -215,17 +215,17 @@ class ShardedParameter:
             dtensor_grad._local_tensor.add_(grad)
         if parameter._post_accumulate_grad_hooks:
             run_post_accumulate_hooks(self.name, parameter)
-        if accumulates and not hooks:  # which see the gradient of each backward alone
+        if accumulates and not hooks:  # hooks must see the gradient of each backward alone
             self.let_reduce_add_to(dtensor_grad._local_tensor, parameter)
 
     def defer_grad(self, zeros: torch.Tensor) -> None:
-        """Let `.grad` be ones until the sum of gradients is reduced, which then is multiplied by what they are.
+        """Keep this rank's gradient in `unreduced`, and set `.grad` to ones until the block's end reduces the sum.
 
-        So what the program does to `.grad` meanwhile is not lost: a pipeline's schedule divides it by the number of
-        microbatches. Setting it to None, as `zero_grad` does, drops the gradients so far.
+        The reduced sum is multiplied by `.grad`. So a program that scales `.grad`, such as a pipeline schedule that
+        divides by the number of microbatches, scales the sum. Setting `.grad` to None drops the gradients so far.
 
         Raises:
-            RuntimeError: `.grad` was changed in place, which is not to change the gradient of this backward.
+            RuntimeError: `.grad` was changed in place between two backwards, which would scale later gradients, too.
         """
         parameter: Any = self.parameter
         grad = self.state.runtime.take_unreduced(self.index)
@@ -247,17 +247,17 @@ class ShardedParameter:
             self.unreduced = grad if self.unreduced is None else self.unreduced.add_(grad)
 
     def drop_if_zeroed(self) -> None:
-        """Forget the sum of gradients, and `.grad` of before the block, if the program has set `.grad` to None."""
+        """Drop the sum of gradients and the `.grad` from before it, if the program has set `.grad` to None."""
         if self.has_deferred and self.parameter.grad is None:
             self.forget_deferred()
 
     def forget_deferred(self) -> None:
-        """Nothing is deferred any more."""
+        """Reset the state of deferred gradients."""
         self.has_deferred, self.unreduced, self.earlier_grad, self.accumulation = False, None, None, None
 
     def take_unreduced(self) -> torch.Tensor | None:
-        """The sum of this rank's gradients that were deferred and not dropped."""
-        rest = self.state.runtime.take_unreduced(self.index)  # of a parameter that has been frozen since
+        """Return and clear the sum of this rank's deferred gradients; None if there are none."""
+        rest = self.state.runtime.take_unreduced(self.index)  # in the runtime still if the parameter was frozen since
         self.drop_if_zeroed()
         total, self.unreduced = self.unreduced, None
         if total is None or rest is None:
@@ -265,7 +265,7 @@ class ShardedParameter:
         return total.add_(rest)
 
     def add_to_earlier(self, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Let what a loss computes with the DTensor itself, such as a penalty, not be added to a factor."""
+        """Add gradients of the DTensor itself, such as of a penalty, to `earlier_grad` instead of the factor."""
         self.drop_if_zeroed()
         if not self.has_deferred:
             return grads
@@ -276,13 +276,13 @@ class ShardedParameter:
         return (torch.zeros_like(grads[0]),)
 
     def note_added_zeros(self, *_: Any) -> None:
-        """What `add_to_earlier` returned has been added to the factor, which it left as it was."""
+        """Accept the factor's new version, after autograd has added the zeros of `add_to_earlier`."""
         factor: Any = self.parameter.grad
         if self.has_deferred and self.factor_version == -1:
             self.factor_version = factor._version
 
     def take_deferred(self) -> torch.Tensor | None:
-        """The factor of the sum of gradients, if some were deferred; `.grad` is what it was before, times the same."""
+        """Return the factor of the deferred sum, or None. `.grad` becomes the earlier gradient times the factor."""
         parameter: Any = self.parameter
         if not self.has_deferred:
             return None
@@ -294,26 +294,26 @@ class ShardedParameter:
         return cast(torch.Tensor, factor._local_tensor)
 
     def without_base(self, grad: torch.Tensor) -> torch.Tensor:
-        """`grad` less what the reduce that made it began from; see `add_grad`."""
+        """Return `grad` less the base from which its reduce began; see `add_grad`."""
         base = self.state.runtime.take_base(self.index) if self.state.microbatches.accumulates else None
         return grad if base is None else grad.sub_(base)
 
     def let_reduce_add_to(self, accumulated: torch.Tensor, owner: nn.Parameter | None = None) -> None:
-        """Inside of `zcompile.accumulate`, let the next reduce add to `accumulated` while `owner` has it as grad."""
+        """In `zcompile.accumulate`, let the next reduce add to `accumulated` if it still is the grad of `owner`."""
         state = self.state
         if state.microbatches.accumulates and not state.are_units:
             state.runtime.accumulate_onto(self.index, accumulated, owner=owner)
 
     def let_reduce_begin_anew(self) -> None:
-        """Let the next reduce add to nothing, after `let_reduce_add_to`."""
+        """Undo `let_reduce_add_to`: the next reduce adds to nothing."""
         if self.state.microbatches.accumulates:
             self.state.runtime.accumulate_onto(self.index, torch.empty(0))  # which nothing holds
 
     def add_grad(self, accumulated: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
-        """The sum of `accumulated`, the gradient of earlier microbatches, and `grad`, which a reduce just made.
+        """Return the sum of `accumulated`, the gradient of earlier microbatches, and `grad`, the result of a reduce.
 
-        Inside of `zcompile.accumulate`, that reduce may have added its base: what had accumulated when it started. The
-        base is `accumulated`, unless a hook, or another backward inside of this one, changed the gradient since.
+        In `zcompile.accumulate`, the reduce may have added its base already: the gradient that had accumulated when it
+        started. The base is `accumulated`, unless a hook, or a backward inside of this one, changed the gradient since.
         """
         state = self.state
         if not state.microbatches.accumulates:
@@ -331,12 +331,12 @@ class ShardedParameter:
 
     @property
     def state(self) -> "ShardedModel":
-        """The model that the parameter belongs to."""
+        """The ShardedModel that the parameter belongs to."""
         return cast("ShardedModel", model_of(self.leaf))
 
 
 class _Attributes(dict[str, Any]):
-    """The attributes of a DTensor. Copies and pickles of it leave out those by which it belongs to a model."""
+    """The `__dict__` of a DTensor. Copies and pickles leave out its replaced methods and its link to the model."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         others = ((name, value) for name, value in self.items() if name not in (*ShardedParameter.methods, SHARDED))
@@ -344,10 +344,10 @@ class _Attributes(dict[str, Any]):
 
 
 def as_parameter(unsharded: torch.Tensor) -> torch.Tensor:
-    """`unsharded`, which passes for an nn.Parameter, as in `isinstance(module.weight, nn.Parameter)`.
+    """Mark `unsharded` as an nn.Parameter for `isinstance(module.weight, nn.Parameter)`, and return it.
 
-    Why: code that finds a plain tensor makes an nn.Parameter of it, as nn.ParameterList does, whose gradient is lost.
-    Of one that is no leaf, nn.Module raises an error instead.
+    Why: some code, such as nn.ParameterList, wraps a plain tensor in a new nn.Parameter, whose gradient is lost. For a
+    parameter that is no autograd leaf, nn.Module raises an error instead.
     """
     if not torch.compiler.is_compiling():
         unsharded._is_param = True
@@ -355,22 +355,22 @@ def as_parameter(unsharded: torch.Tensor) -> torch.Tensor:
 
 
 def model_of(leaf: object) -> "ShardedModel | None":
-    """The sharded model that `leaf`, an input of a compiled graph, is a shard of; None if it is something else."""
+    """Return the ShardedModel of `leaf`, an input of a compiled graph; None if it is no leaf of a parameter."""
     model: ShardedModel | None = getattr(leaf, MODEL, None)
     return model
 
 
 def _deliver(leaf: torch.Tensor) -> None:
-    """The post-accumulate hook of every leaf; see [Note: what frees a model]."""
+    """Be the post-accumulate hook of every leaf. It holds no reference; see [Note: what frees a model]."""
     sharded: ShardedParameter = getattr(leaf, PARAMETER)
     sharded.post_accumulate_grad(leaf)
 
 
 def _standing_in(sharded: ShardedParameter, method: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    """What replaces a method of the DTensor: `call`, with `sharded` in place of the DTensor.
+    """Return a function that replaces a DTensor's method and calls `call(sharded, ...)`.
 
-    It refers to `sharded` weakly, so that it keeps no model alive. It has no weak reference to the DTensor:
-    `torch.utils.swap_tensors` refuses a tensor that has one.
+    It refers to `sharded` weakly, so that it keeps no model alive. It has no weak reference to the DTensor, because
+    `torch.utils.swap_tensors` refuses tensors with weak references.
     """
     reference, name = weakref.ref(sharded), method.__name__
 
@@ -385,7 +385,7 @@ def _standing_in(sharded: ShardedParameter, method: Any, call: Callable[..., Any
 
 
 def replaced_message(name: str) -> str:
-    """The text of an error."""
+    """Return the text of the error that parameter `name` was replaced."""
     return (
         f"zcompile: parameter '{name}' was replaced after zcompile.shard (rank {dist.get_rank()}). Copy values into "
         "the DTensor in model.parameters() under torch.no_grad(), use load_state_dict, or replace, tie, prune or "

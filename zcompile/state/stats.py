@@ -1,4 +1,4 @@
-"""What went over the wire, as the runtime counted it."""
+"""Statistics of a sharded model: bytes and calls of transfers, memory, transport and CUDA graphs."""
 
 from typing import Any
 
@@ -8,28 +8,28 @@ from zcompile.state.sharded_model import models_of, state_of
 
 
 def stats(model: nn.Module) -> dict[str, Any]:
-    """What went over the wire for `model` since it was sharded or `reset_stats` was called, counted by the runtime.
+    """Return counts of the transfers of `model` since `zcompile.shard` or the last `reset_stats`, and its memory.
 
     Returns:
         gathered_bytes, reduced_bytes: dtype name -> bytes of unsharded tensors moved on this rank.
-        replica_bytes: bytes of shards of gradients that this rank received from its replicas, or from other hosts, on a
-            2-D mesh.
+        replica_bytes: on a 2-D mesh, bytes of gradient shards that this rank received from its replicas, or from other
+            hosts.
         host_shard_bytes: with `states="global"`, bytes of parameters that this rank received from other hosts.
-        gathers, reduces: calls.
-        domain_bytes: of both, the bytes of each domain: parameters that are sharded over one mesh. The mesh of
+        gathers, reduces: number of calls.
+        domain_bytes: gathered plus reduced bytes of each domain (the parameters over one mesh). The mesh of
             `zcompile.shard` is the first. Others come in the order of their first parameters.
-        peak_unsharded_bytes: most bytes of gathered tensors alive at once. Memory that compiled code reuses for
+        peak_unsharded_bytes: peak bytes of gathered tensors. Memory that compiled code reuses for
             activations counts until it is freed.
         state_bytes_on_host, state_bytes_on_device: with `fuse_optimizer(offload=...)`, bytes of this rank's main
-            parameters that train and of their moments, by where they lie. Narrow shards do not count.
-        transport: its name.
-        transport_reason: why it was taken.
+            parameters that train and of their moments, by where they lie. Copies in the dtype of gathers do not count.
+        transport: the name of the transport.
+        transport_reason: why it was chosen.
         transport_bytes: device memory that the transport holds, which torch's allocator does not count.
         cuda_graphs: of compiled code with the option `cuda_graphs`: how many "graphs" were captured, the bytes of
             device memory that they added to the pool of all graphs ("pool_bytes"), how many "replays" ran, and how many
-            calls ran "uncaptured", by the reason. Of the first domain.
-        compiled: how compiled code came to be, and why: "loaded from ...", "loaded: rank 0 compiled it ...", "compiled
-            by this process: ..."; "" if none ran yet.
+            calls ran "uncaptured", by the reason. Counts the first domain only.
+        compiled: the origin of compiled code, and why: "loaded from ...", "loaded: rank 0 compiled it ...",
+            "compiled by this process: ..."; "" if none ran yet.
 
     Raises:
         RuntimeError: `model` is not sharded.
@@ -37,7 +37,7 @@ def stats(model: nn.Module) -> dict[str, Any]:
     state = state_of(model)
     counted = state.runtime.stats()
     domain_bytes = [counted["own_bytes"], *(0 for _ in state.others)]
-    for other in models_of(state)[1:]:  # which share the other counts
+    for other in models_of(state)[1:]:  # these share all other counts
         own = other.runtime.stats()
         counted["transport_bytes"] += own["transport_bytes"]
         domain_bytes[other.domain] += own["own_bytes"]

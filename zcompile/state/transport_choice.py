@@ -1,4 +1,4 @@
-"""Which transport a sharded model uses: peer-to-peer copy engines, or the collectives of its process group."""
+"""Choose the transport of a sharded model: peer-to-peer copy engines, or NCCL's or gloo's collectives."""
 
 import itertools
 import json
@@ -24,19 +24,19 @@ from zcompile.whole_files import write
 log = logging.getLogger("zcompile")
 
 ops = torch.ops.zcompile
-_SPEED_VERSION = 2  # raised when a transport's speed changes, so that what was measured before is measured again
+_SPEED_VERSION = 2  # raised when a transport's speed changes, so that cached measurements are repeated
 _MEASURED_NUMEL = 32 << 20  # 64 MiB in bf16, a matrix of a 7 B model
 
 
 class Choice(NamedTuple):
-    """A transport, and why it was taken."""
+    """A transport, and why it was chosen."""
 
     transport: str
     reason: str
 
 
 def choose(wanted: str, mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) -> Choice:
-    """The transport for `wanted`, one of TRANSPORTS: the same on all ranks of the mesh, which call it together.
+    """Choose the transport for `wanted`, one of TRANSPORTS. A collective call with one result on all ranks of `mesh`.
 
     Args:
         make_runtime: makes an empty model over the same process groups, on which "auto" measures.
@@ -59,7 +59,7 @@ def choose(wanted: str, mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) 
 
 
 def _obstacle_to_p2p(mesh: DeviceMesh) -> str:
-    """Why ranks that share shards cannot copy from each other's memory; empty if they can. The same on all ranks."""
+    """Return why ranks cannot read each other's GPU memory, or "" if they can. The same on all ranks of `mesh`."""
     group = shard_group_of(mesh)
     if mesh.device_type != "cuda":
         return f"the model is on {mesh.device_type}"
@@ -90,7 +90,7 @@ def _obstacle_to_p2p(mesh: DeviceMesh) -> str:
 
 
 def _namespaces() -> tuple[str, ...]:
-    """The namespaces of this process in which ranks find each other to share memory."""
+    """Return the namespaces of this process (network and PID) that ranks must have in common to share memory."""
     try:
         return tuple(os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid"))
     except OSError:
@@ -98,7 +98,7 @@ def _namespaces() -> tuple[str, ...]:
 
 
 def _faster(mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) -> Choice:
-    """What was faster on this machine, from a cache or measured now; NCCL where ranks cannot share memory after all."""
+    """Return the faster transport, from cached times or a measurement. If peer to peer fails in it, return NCCL."""
     group = shard_group_of(mesh)
     device = f"{torch.cuda.get_device_name()} x{group.size()}"
     key = f"{device}, torch {torch.__version__}, cuda {torch.version.cuda}, wire {_SPEED_VERSION}"
@@ -121,13 +121,13 @@ def _faster(mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) -> Choice:
 
 
 def _measure(make_runtime: Callable[[], _C.Model], device: str) -> tuple[dict[str, float], str]:
-    """Time each transport with matmuls beside it.
+    """Time gathers by each transport while matmuls run.
 
-    Why not alone: there collectives may be as fast, but they take SMs from matmuls, which is what a step feels.
+    Why with matmuls: NCCL's kernels take SMs from them, which slows a training step even if the gathers are as fast.
 
     Returns:
-        Median microseconds by transport until gathers and matmuls are all done; and how peer to peer failed, or "". It
-        fails where the ranks' containers do not let them share memory, for one.
+        Transport -> median microseconds until all gathers and matmuls are done; and the error of peer to peer, or "".
+        Peer to peer fails, for example, if the ranks' containers do not let them share memory.
     """
     runtime, count = make_runtime(), 4
     chunk = _MEASURED_NUMEL // runtime.world
@@ -161,13 +161,13 @@ def _measure(make_runtime: Callable[[], _C.Model], device: str) -> tuple[dict[st
 
 
 def _cache_file() -> Path | None:
-    """The file of measured times; None for a user without a home."""
+    """Return the file of measured times; None for a user without a home directory."""
     folder = cache_folder()
     return None if folder is None else folder / "transport.json"
 
 
 def _read_cache() -> dict[str, dict[str, float]]:
-    """Times that were measured earlier, by machine and versions; without what is damaged."""
+    """Return times that were measured earlier, by machine and versions, without damaged entries."""
     file = _cache_file()
     try:
         known = json.loads(file.read_text()) if file else {}
@@ -177,7 +177,7 @@ def _read_cache() -> dict[str, dict[str, float]]:
 
 
 def _are_times(times: Any) -> bool:
-    """Whether `times` are what `_measure` returns: microseconds of both transports."""
+    """Whether `times` has finite microseconds of both transports, as `_measure` returns them."""
     return (
         isinstance(times, dict)
         and times.keys() == {"nccl", "p2p"}

@@ -1,6 +1,6 @@
-"""Hooks of users: on the DTensors in `model.parameters()`, and for tensors that autograd saves.
+"""Users' hooks on the DTensors in `model.parameters()`, and for tensors that autograd saves.
 
-Autograd accumulates into leaves, so it never calls the former. `ShardedParameter.post_accumulate_grad` does.
+Autograd accumulates into leaves, so it calls no hook of a DTensor. `ShardedParameter.post_accumulate_grad` calls them.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 
 def carry_hooks(original: nn.Parameter, parameter: nn.Parameter) -> None:
-    """Let `parameter` have the hooks of `original`, whose handles go on removing them."""
+    """Share the hooks of `original` with `parameter`. Handles of these hooks still remove them."""
     for attribute in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(original, attribute)
         if hooks:
@@ -19,10 +19,10 @@ def carry_hooks(original: nn.Parameter, parameter: nn.Parameter) -> None:
 
 
 def run_grad_hooks(name: str, parameter: Any, grad: torch.Tensor) -> torch.Tensor:
-    """What the hooks of `parameter.register_hook` make of a gradient, before it accumulates.
+    """Call the hooks of `parameter.register_hook` on a gradient. Return the gradient that is to accumulate.
 
     Args:
-        grad: of this backward alone, this rank's piece. A hook is given the DTensor of it.
+        grad: this rank's shard of the gradient of this backward alone. Hooks get it as a DTensor.
 
     Raises:
         RuntimeError: a hook returns something that is not a DTensor of the gradient's shape and placements.
@@ -65,5 +65,5 @@ def _describe(value: Any) -> str:
 
 
 def saves_by_hooks() -> bool:
-    """Whether what autograd saves goes through somebody's hooks here, such as `save_on_cpu` or a checkpoint."""
+    """Whether saved-tensor hooks, as of `save_on_cpu` or a checkpoint, apply to tensors that autograd saves here."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
