@@ -1,18 +1,17 @@
-"""Blocks: how eager code gathers the parameters that no unit has.
+"""Blocks: the groups in which eager code gathers parameters, as FSDP2's parameter groups.
 
 [Note: blocks]
 A model that runs in eager gathers block by block, as under FSDP2. A block is one of the modules that repeat, such as a
-layer of a transformer; other parameters are gathered together, as the root block. Each is a `Unit`: while its forward
-runs, its modules have unsharded parameters. The root block is open in every outermost forward that reads it, and keeps
-its memory until backward, which would read it at once.
+layer of a transformer; all other parameters form the root block. A block is *open* while its modules hold unsharded
+parameters: during its forward and its backward. Each is a `Unit` object, as the units of units/unit.py. The root block
+stays unsharded from forward to backward, because backward would gather it again at once.
 
-Blocks stay closed in code that zcompile compiles, whose graphs gather each parameter where it is read; see
-class_swap.py. Blocks with a tensor subclass open, for its all-gather hooks are Python: compiled code ends before such a
-block and begins again inside of it. The graphs of another backend would keep gathered parameters until backward, so its
-blocks open. If eager code reads a parameter of a closed block, between two graphs or outside of the block's call, this
-opens the block until the outermost forward ends. All ranks run the same blocks, as under FSDP2. So no rank makes up for
-a skipped block; as in any unit, a parameter that a rank did not use is reduced as zeros. And backward needs no node of
-its own: hooks on results open a block, and hooks on its inputs end it.
+Code that zcompile compiles opens no blocks: its graphs gather each parameter where it is read; see class_swap.py. Two
+kinds of blocks open nevertheless: those with a tensor subclass, whose all-gather hooks are Python, so that the graph
+breaks at the block; and those compiled by another backend, whose graphs would keep gathered parameters until backward.
+If eager code reads a parameter of a closed block, between two graphs or outside of the block's call, the block opens
+until the outermost forward ends. All ranks must run the same blocks, as under FSDP2: no rank issues collectives for a
+skipped block. A parameter that a rank did not use is reduced as zeros. Tensor hooks begin and end a block's backward.
 """
 
 import functools
@@ -40,9 +39,9 @@ MIN_BLOCK_BYTES = 1 << 20
 
 
 def make_blocks(state: ShardedModel, model: nn.Module) -> list[Unit]:
-    """Let the modules of `model`, whose shards are those of `state`, be blocks. Its units are known.
+    """Make the blocks of `model`, whose ShardedModel is `state`, after its units are made.
 
-    A module has one block: if two blocks share a parameter, all parameters of its modules are in the root block.
+    A module has one block: if two blocks share a parameter, all parameters of its modules go to the root block.
     """
     units = {module for module in model.modules() if UNIT in module.__dict__}
     blocks = repeated_modules(model, units, MIN_BLOCK_BYTES)
@@ -71,30 +70,30 @@ def make_blocks(state: ShardedModel, model: nn.Module) -> list[Unit]:
 
 
 def order_blocks(state: ShardedModel, blocks: list[Unit]) -> None:
-    """Let outermost forwards of modules of `state` open `blocks`."""
+    """Let forwards of modules of `state` that no other forward contains open `blocks`."""
     if blocks:
         state.block_order = BlockOrder(blocks, state.mesh, state.machine.memory_bytes // 16)
         state.call_outermost = _call_outermost
 
 
 class BlockOrder(UnitOrder):
-    """What a model's blocks have on the way. Each forward, and each backward, is taken for the next one's order."""
+    """The order in which a model's blocks are prefetched: that of the last forward, and of the last backward."""
 
     may_skip = False
 
     def __init__(self, units: Sequence[Unit], mesh: DeviceMesh, budget_bytes: int):
         super().__init__(units, mesh, budget_bytes)
         self.forward, self.backward = EventList([]), EventList([])
-        self.read_units: list[Unit] = []  # which reads have opened in this forward
-        self.reads: list[_BlockCall] = []  # those of `read_units` that autograd records
-        self.has_read = False  # some may have memory since an earlier forward
-        self.has_extended = any(unit.extended for unit in units)  # which open in compiled code, too
+        self.read_units: list[Unit] = []  # blocks that reads have opened in this forward
+        self.reads: list[_BlockCall] = []  # their forwards, if autograd records them
+        self.has_read = False  # whether blocks that reads opened may still have memory
+        self.has_extended = any(unit.extended for unit in units)  # whether blocks open in compiled code, too
 
     @torch.compiler.disable
     def read(self, unit: Unit) -> None:
-        """Eager code reads a parameter of `unit`, which no call has opened. It stays open until the forward ends.
+        """Gather `unit` because eager code reads a parameter of it. It stays open until the outermost forward ends.
 
-        Such a gather is not taken for the next forward's: where ranks read other parameters, they are told so.
+        Such a gather is not prefetched in the next forward, so that ranks with different reads get an error.
         """
         unit.follow_requires_grad()
         if unit.is_here:
@@ -111,7 +110,7 @@ class BlockOrder(UnitOrder):
 
     @torch.compiler.disable
     def end_reads(self, result: Any, has_raised: bool = False) -> Any:
-        """`result` of the outermost forward, whose backward opens again what reads have opened."""
+        """Reshard the blocks that reads opened. Return `result`, whose backward gathers them again."""
         units, reads = self.read_units, self.reads
         self.read_units, self.reads = [], []
         for call in reads:
@@ -126,18 +125,18 @@ class BlockOrder(UnitOrder):
 
     @torch.compiler.disable
     def drop_reads(self) -> None:
-        """Free what reads of an earlier forward have opened."""
+        """Reshard the blocks that reads of an earlier forward opened."""
         self.has_read = False
         for unit in self.units:
             unit.close()
 
     def enter_root(self) -> None:
-        """An outermost forward begins."""
+        """Begin an outermost forward: prefetch its first block."""
         self.begin_forward()
         self.gather_first(self.forward)
 
     def leave_root(self, result: Any) -> Any:
-        """It ended."""
+        """End an outermost forward, and keep its order for prefetches in the next one."""
         self.in_root = False
         self.drop_ahead(self.forward)
         if self.forward.done != self.forward.events:
@@ -152,18 +151,18 @@ class BlockOrder(UnitOrder):
         self.end_reads(None, has_raised=True)
 
     def is_whole(self, events: EventList) -> bool:
-        """Whether the next gather may be started ahead."""
+        """Whether the next gather may be prefetched."""
         return self.in_root if events is self.forward else self.callback is not None
 
     def come_to(self, events: EventList, event: tuple[str, int]) -> int | None:
-        """The position of `event` in the last forward or backward; None if it was not there."""
+        """Return the position of `event` in the order of the last forward or backward, or None."""
         position = events.find(event, events.at)
         if position is not None:
             events.at = position + 1
         return position
 
     def finish_backward(self) -> None:
-        """Backward has ended on this rank."""
+        """End a backward, and keep its order for prefetches in the next one."""
         done = [event for event in self.backward.done if event[0] == GATHER]
         super().finish_backward()
         if done != self.backward.events:
@@ -181,13 +180,13 @@ class _BlockCall(UnitCall):
 
 
 def _connect(call: _BlockCall, result: Any) -> Any:
-    """`result`, whose backward opens the block first."""
+    """Return `result`, whose backward gathers the block first."""
     call.has_result = False
 
     def connect(tensor: torch.Tensor) -> torch.Tensor:
         call.has_result = True
         if call.unit.has_memory_of(tensor):
-            tensor = tensor.clone()  # a parameter itself, or a view of it, would lose its memory
+            tensor = tensor.clone()  # a parameter, or a view of one, would lose its memory
         if tensor.requires_grad:
             call.begin_with_gradient_of(tensor)
         return tensor
@@ -197,7 +196,7 @@ def _connect(call: _BlockCall, result: Any) -> Any:
 
 @torch.compiler.disable
 def _begin(unit: Unit, given: Any) -> _BlockCall | None:
-    """Open `unit` for a forward that is called with `given`."""
+    """Gather `unit` before a forward with the arguments `given`."""
     unit.follow_requires_grad()
     if not (unit.is_open and unit in unit.order.read_units):
         unit.order.open(unit)
@@ -210,16 +209,16 @@ def _begin(unit: Unit, given: Any) -> _BlockCall | None:
 
 @torch.compiler.disable
 def _end(unit: Unit, begun: _BlockCall | None, result: Any) -> Any:
-    """Behind a forward that returned `result`. Returns what the block returns."""
+    """Check for lost writes after a forward, and connect `result` to the block's backward. Return `result`."""
     unit.refuse_writes()
     return result if begun is None else _connect(begun, result)
 
 
 @torch.compiler.disable
 def _leave(unit: Unit, begun: _BlockCall | None) -> None:
-    """Behind a forward, also if it raised."""
+    """Reshard the block after a forward, also if it raised."""
     unit.in_forward, unit.call = False, None
-    if begun is None or not in_backward():  # a checkpoint computes again what backward is about to read
+    if begun is None or not in_backward():  # a checkpoint recomputes: backward reads next
         keep = torch._C._are_functorch_transforms_active()
         keep |= begun is not None and (unit.is_root or not begun.has_result)
         unit.close(keep)
@@ -227,7 +226,7 @@ def _leave(unit: Unit, begun: _BlockCall | None) -> None:
 
 @torch._dynamo.disable(recursive=False, reason="all-gather hooks of tensor subclasses run in eager: zcompile.shard")
 def _call_open(unit: Unit, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """`call(module, *args, **kwargs)` while `unit` is open."""
+    """Run `call(module, *args, **kwargs)` while `unit` is open (its modules hold unsharded parameters)."""
     if unit.in_forward or unit.has_given_parameters() or (in_backward() and unit.is_open):
         return call(module, *args, **kwargs)
     begun: _BlockCall | None = None
@@ -253,13 +252,13 @@ def _call_extended(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
 
 @never_compiled_alone
 def _call_outermost(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
-    """`call(module, *args, **kwargs)`, which is inside of no other forward."""
+    """Run `call(module, *args, **kwargs)`, a call that no other forward contains."""
     order: BlockOrder = module.__dict__[STATE].block_order
     if is_compiled_call(module):
         return _call_compiled(call, module, args, kwargs)
     for unit in _opened_by(module):
         call = functools.partial(_call_open, unit, call)
-    if in_backward():  # a checkpoint computes again
+    if in_backward():  # a checkpoint recomputes
         return call(module, *args, **kwargs)
     order.enter_root()
     try:
@@ -310,7 +309,7 @@ def _call_compiled(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _opened_by(module: nn.Module) -> tuple[Unit, ...]:
-    """The blocks of which an outermost call of `module` reads a part, and that no call inside of it opens."""
+    """Return the blocks whose parameters an outermost call of `module` may read, without those that it calls."""
     opened: tuple[Unit, ...] | None = module.__dict__.get(OPENED)
     if opened is None:
         inside = set(module.modules())

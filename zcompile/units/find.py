@@ -1,8 +1,8 @@
-"""The modules of a model that are units; see [Note: units] in units/unit.py. sharding/plan.py drops some defaults.
+"""Find the units of a model: modules that gather all parameters at their call; see [Note: units] in units/unit.py.
 
-Unless the user says which, those whose forward loops over experts: it reads the experts that this rank's tokens hit.
-Experts that are one grouped product for all tokens are none. They read the same on all ranks, and a compiled graph
-plans their gathers.
+By default (sharding/plan.py drops some), units are modules whose forward loops over experts: each rank reads only the
+experts that its tokens are routed to. Modules that compute all experts by one grouped product are not units: all ranks
+read the same parameters, and a compiled graph plans their gathers.
 """
 
 import ast
@@ -20,16 +20,16 @@ UnitLike = type[nn.Module] | nn.Module
 
 
 def default_units(model: nn.Module) -> list[nn.Module]:
-    """The modules of `model` whose forward loops over experts."""
+    """Return the modules of `model` whose forward loops over experts."""
     return [module for module in model.modules() if loops_over_experts(module)]
 
 
 def repeated_modules(model: nn.Module, units: Container[nn.Module], min_bytes: int = 1) -> list[nn.Module]:
-    """The modules that repeat in `model`: children of its outermost lists and sequences.
+    """Return the modules that repeat in `model`: children of its outermost lists and sequences.
 
     Args:
-        units: which are left out, with what is inside of them.
-        min_bytes: of the parameters of such a child; smaller ones are searched for lists inside of them.
+        units: modules to leave out, with all modules inside of them.
+        min_bytes: least bytes of a child's parameters. Smaller children are searched for lists inside of them.
     """
     repeated: list[nn.Module] = []
     inside: set[nn.Module] = set()
@@ -50,14 +50,14 @@ def repeated_modules(model: nn.Module, units: Container[nn.Module], min_bytes: i
 
 
 def _compiled_module(module: nn.Module) -> nn.Module:
-    """The module inside of a `torch.compile(module)`; any other module itself."""
+    """Return the module inside of a `torch.compile(module)`, and any other module itself."""
     return module._orig_mod if isinstance(module, OptimizedModule) else module
 
 
 def loops_over_experts(module: nn.Module) -> bool:
-    """Whether `module` reads experts one by one, so that other ranks may read others.
+    """Whether `module` reads experts one by one, so that ranks may read different ones.
 
-    It says so (Hugging Face), it has a list of experts, or its forward reads its own parameters in a loop.
+    True if its Hugging Face config says so, it has a list of experts, or its forward reads its parameters in a loop.
     """
     implementation = experts_implementation(module)
     if implementation is not None:
@@ -70,7 +70,7 @@ def loops_over_experts(module: nn.Module) -> bool:
 
 
 def experts_implementation(module: nn.Module) -> str | None:
-    """How a module of Hugging Face computes its experts, as it says at its next forward; None for any other module."""
+    """Return how a Hugging Face module's next forward computes its experts; None for any other module."""
     if not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):
         return None
     found: str | None = getattr(getattr(module, "config", None), "_experts_implementation", None)
@@ -86,7 +86,7 @@ class ExpertsImplementation:
     def check(self) -> None:
         """
         Raises:
-            RuntimeError: it loops over its experts now and did not then, or the reverse.
+            RuntimeError: the module now loops over its experts, and did not in `zcompile.shard`, or the reverse.
         """
         module = self.module()
         now = None if module is None else experts_implementation(module)
@@ -119,14 +119,14 @@ def _reads_in_loop(module: nn.Module) -> bool:
 
 
 def implementations(model: nn.Module) -> list[ExpertsImplementation]:
-    """Of the modules of `model` that have several."""
+    """Return the implementations of the modules of `model` that can compute experts in several ways."""
     return [ExpertsImplementation(p, m) for p, m in model.named_modules() if experts_implementation(m) is not None]
 
 
 def find_units(model: nn.Module, wanted: Iterable[UnitLike]) -> dict[str, nn.Module]:
-    """Path -> module of `model`, for each that is one of `wanted` or an instance of one, and in no other unit.
+    """Return path -> module for the modules in `wanted`, or of classes in it, that are inside of no other unit.
 
-    A module without parameters is no unit.
+    Modules without parameters are left out.
     """
     instances = {id(_compiled_module(each)) for each in wanted if isinstance(each, nn.Module)}
     classes = tuple(each for each in wanted if isinstance(each, type))
@@ -147,16 +147,16 @@ def leave_shared(group_of: MutableMapping[nn.Module, Any], owners: Iterable[Coll
     So all modules that have a parameter are in one group or in none, and a module's parameters stay together.
 
     Args:
-        group_of: the group of each module that has one.
-        owners: of each parameter, the modules that have it.
+        group_of: module -> its group. Modules without a group are absent.
+        owners: for each parameter, the modules that have it.
     """
     while shared := [each for each in owners if len({group_of.get(module) for module in each}) > 1]:
-        for module in set().union(*shared):  # which may tear apart the groups of what these modules share with others
+        for module in set().union(*shared):  # this may leave other shared parameters in two groups
             group_of.pop(module, None)
 
 
 def check_units(model: nn.Module, wanted: Sequence[UnitLike]) -> Exception | None:
-    """Why `wanted` cannot be units of `model`, or None. Returned, not raised, so that ranks can agree first."""
+    """Return why `wanted` cannot be units of `model`, or None. Not raised, so that ranks can agree first."""
     for each in wanted:
         if not isinstance(each, nn.Module) and not (isinstance(each, type) and issubclass(each, nn.Module)):
             return TypeError(f"zcompile.shard: units must be modules of the model or classes of modules, not {each!r}.")

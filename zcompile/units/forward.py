@@ -16,34 +16,34 @@ from zcompile.units.unit import Unit
 
 
 class UnitCall:
-    """One forward of a unit with grad mode on, and its backward. Autograd's graph holds it."""
+    """One forward of a unit with grad mode on, and its backward. The autograd graph holds this object."""
 
     def __init__(self, unit: Unit):
         self.unit = unit
         self.order: UnitOrder = unit.order
-        self.shards = unit.leaves()  # which modules may drop before a backward reads them
+        self.shards = unit.leaves()  # held here, because modules may drop them before backward
         self.is_in_backward = self.creates_graph = self.was_split = False
-        self.has_result = True  # a tensor that forward returned, whose gradient begins backward
-        self.given: dict[int, int] = {}  # versions of the tensors that forward was given, by their ids
+        self.has_result = True  # forward returned a tensor, whose gradient begins backward
+        self.given: dict[int, int] = {}  # id -> version of each tensor among the arguments of forward
         unit.calls_ahead.add(self)
 
     def begin_with_gradient_of(self, result: torch.Tensor) -> None:
-        """Begin backward when `result` has its gradient, unless forward was given it and left it unchanged.
+        """Call `begin_backward` when `result` gets its gradient, unless `result` is an unchanged argument of forward.
 
-        Numbers of autograd nodes do not tell that: each thread counts its own.
+        Sequence numbers of autograd nodes cannot tell this, because each thread counts its own.
         """
         if result.grad_fn is not None and self.given.get(id(result)) != result._version:
             result.register_hook(hook_calling(lambda: self.begin_backward))
 
     @torch.compiler.disable
     def begin_backward(self) -> None:
-        """Before backward reads the first parameter: gather the unit again, unless it is there."""
+        """Gather the unit again, unless it is unsharded, before backward reads its first parameter."""
         if not self.is_in_backward:
             self.note_split_backward()
             self.is_in_backward, self.creates_graph = True, torch.is_grad_enabled()
             self.order.queue_callback()
             self.order.calls_in_backward.append(self)
-            if not self.unit.is_open:  # by another call, or by a checkpoint that computed this one again
+            if not self.unit.is_open:  # another call, or a checkpoint that recomputed this one, may have opened it
                 if self.unit.is_filled:
                     self.unit.open_again()
                 else:
@@ -53,7 +53,7 @@ class UnitCall:
     def note_split_backward(self) -> None:
         """
         Raises:
-            RuntimeError: this is a zero-bubble pipeline's backward of inputs, and it will not find the parameters.
+            RuntimeError: this is a zero-bubble pipeline's backward of inputs, and the unit was not kept unsharded.
         """
         unit, was_split = self.unit, self.was_split
         is_split = unit.in_split_backward()
@@ -70,25 +70,25 @@ class UnitCall:
 
     @torch.compiler.disable
     def end_backward(self) -> None:
-        """Backward reads no more parameters of this call."""
+        """Reshard the unit: backward reads no more parameters of this call."""
         if self.is_in_backward:
             self.is_in_backward = False
             self.unit.calls_in_backward -= 1
             self.unit.close(keep=self.creates_graph)  # the graph of gradients reads parameters, too
 
     def end_with_gradients_of(self, given: Any) -> None:
-        """End backward when a tensor that forward was given has its gradient, and so has all that was computed later.
+        """Call `end_backward` when a tensor in `given`, forward's arguments, gets its gradient.
 
-        Autograd runs what is ready in the reverse order of forward.
+        Autograd runs ready nodes in the reverse order of forward, so all nodes of the unit have run by then.
         """
         for each in tensors_in(given):
-            self.given[id(each)] = each._version  # while forward runs, its caller holds them
+            self.given[id(each)] = each._version  # an id is unique while forward runs: its caller holds the tensor
             if each.requires_grad and not each.is_leaf:  # whose hooks would stay
                 each.register_hook(hook_calling(weakref.WeakMethod(self.end_backward)))  # users hold it
 
 
 def hook_calling(method: Callable[[], Callable[[], None] | None]) -> Callable[[torch.Tensor], None]:
-    """A hook of a tensor that calls `method()()`, unless `method()` is None: its object is gone."""
+    """Return a tensor hook that calls `method()()`, unless `method()` is None because its object was freed."""
 
     @never_compiled_alone
     def run(_: torch.Tensor) -> None:
@@ -99,10 +99,10 @@ def hook_calling(method: Callable[[], Callable[[], None] | None]) -> Callable[[t
 
 
 class _Entry(torch.autograd.Function):
-    """Where a forward of a unit begins. Its backward comes when those of all that the forward computed have run.
+    """The autograd node at the begin of a unit's forward. Its backward runs after those of all nodes in the unit.
 
-    Autograd runs what is ready in the reverse order of forward. `_Exit` makes this ready, and everything inside of the
-    unit was computed later than this.
+    Why: autograd runs ready nodes in the reverse order of forward. The backward of `_Exit` makes this node ready, and
+    all other nodes of the unit were made after it.
     """
 
     @staticmethod
@@ -121,38 +121,38 @@ class _Entry(torch.autograd.Function):
 
 
 class _Exit(torch.autograd.Function):
-    """The result of a unit. Its backward comes before those of what the forward computed, whatever this rank used."""
+    """The autograd node of a unit's result. Its backward runs before those of all other nodes in the unit."""
 
     @staticmethod
     def forward(ctx: Any, call: UnitCall, entry: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
-        # A checkpoint recomputes up to what was saved last: on all ranks this, and not what a rank's experts saved.
+        # A checkpoint recomputes up to the tensor that was saved last: on all ranks this one, after all experts.
         ctx.save_for_backward(entry)
-        return tuple(tensor.detach() for tensor in tensors)  # not a view, which nobody might change in place
+        return tuple(tensor.detach() for tensor in tensors)  # no views, which torch would not let callers write to
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        _ = ctx.saved_tensors  # here a checkpoint computes again
+        _ = ctx.saved_tensors  # a checkpoint recomputes here
         ctx.call.begin_backward()
         return (None, None, *grads)
 
 
 def _connect(call: UnitCall, entry: torch.Tensor, result: Any, given: Any) -> Any:
-    """`result`, whose backward opens the unit first and ends at `entry`."""
+    """Return `result` with a backward that first gathers the unit, and ends at the node of `entry`."""
     values = tensors_in(result)
     call.has_result = bool(values)
-    # What the caller has already stays what it is: it may be changed in place, which autograd must see.
+    # Arguments that the unit returns stay the same tensors: autograd must see if the caller changes them in place.
     known = {id(_base_of(value)) for value in tensors_in(given)}
     places = [i for i, value in enumerate(values) if _is_differentiable(value) and id(_base_of(value)) not in known]
-    # Others must not begin to need a gradient: who adds one to a buffer would hold the graphs of all steps.
+    # Other results must not get a grad_fn: a buffer to which they are added would hold the graphs of all steps.
     needed = [i for i in places if values[i].requires_grad]
-    if not needed and call.unit.trains():  # ranks that use a parameter reduce, and this one with them
+    if not needed and call.unit.trains():  # this rank must reduce if other ranks use a parameter
         needed = places[:1]
     if not needed:
         return result
     tensors = [values[i] for i in needed]
-    # A parameter itself, or a view of it, would lose its memory.
+    # Clone a result that is a parameter, or a view of one, because resharding frees its memory.
     tensors = [each.clone() if call.unit.has_memory_of(each) else each for each in tensors]
     for i, tensor in zip(needed, _Exit.apply(call, entry, *tensors), strict=True):
         values[i] = tensor
@@ -169,13 +169,13 @@ def _is_differentiable(value: torch.Tensor) -> bool:
 
 
 def records_graph() -> bool:
-    """Whether autograd records the forward of a unit, and no transform of torch.func does."""
+    """Whether autograd records the forward of a unit, and no transform of torch.func is active."""
     return torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
 
 
 @torch.compiler.disable
 def _begin(module: Any, given: Any) -> "tuple[UnitCall, torch.Tensor] | None":
-    """Open the unit `module`, whose forward is called with `given`."""
+    """Gather the unit `module`, before its forward with the arguments `given`."""
     unit: Unit = module.__dict__[UNIT]
     unit.calls += 1
     unit.follow_requires_grad()
@@ -184,13 +184,13 @@ def _begin(module: Any, given: Any) -> "tuple[UnitCall, torch.Tensor] | None":
         return None
     unit.call = call = UnitCall(unit)
     if not in_backward():
-        call.end_with_gradients_of(given)  # a backward by inputs alone does not come to `_Entry`
+        call.end_with_gradients_of(given)  # a backward of inputs alone does not run `_Entry`
     return call, _Entry.apply(call, unit.anchor)
 
 
 @torch.compiler.disable
 def _end(module: Any, begun: "tuple[UnitCall, torch.Tensor] | None", result: Any, given: Any) -> Any:
-    """Behind the forward of the unit, which returned `result`. Returns what the unit returns."""
+    """Check for lost writes after the unit's forward, and connect `result` to the unit's backward. Return `result`."""
     unit: Unit = module.__dict__[UNIT]
     unit.refuse_writes()
     return result if begun is None else _connect(*begun, result, given)
@@ -198,16 +198,16 @@ def _end(module: Any, begun: "tuple[UnitCall, torch.Tensor] | None", result: Any
 
 @torch.compiler.disable
 def _leave(module: Any, call: UnitCall | None) -> None:
-    """Behind the forward of the unit, also if it raised."""
+    """Reshard the unit after its forward, also if it raised."""
     unit: Unit = module.__dict__[UNIT]
     unit.in_forward, unit.call = False, None
-    if call is None or not in_backward():  # a checkpoint computes again what backward is about to read
+    if call is None or not in_backward():  # a checkpoint recomputes: backward reads next
         unit.close(keep=torch._C._are_functorch_transforms_active() or (call is not None and not call.has_result))
 
 
 @torch._dynamo.disable(recursive=False, reason="a unit gathers its parameters before its forward: see zcompile.shard")
 def call_unit(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
-    """`call(module, *args, **kwargs)`, which calls a module that is a unit, with its hooks."""
+    """Run `call(module, *args, **kwargs)`, a call of a unit, with its gather before and its reshard after."""
     unit: Unit = module.__dict__[UNIT]
     if unit.in_forward:  # it calls itself
         return call(module, *args, **kwargs)
@@ -225,9 +225,9 @@ def call_unit(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
 
 @never_compiled_alone
 def call_inside(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
-    """`call(module, *args, **kwargs)`, which calls a module inside of a unit.
+    """Run `call(module, *args, **kwargs)`, a call of a module inside of a unit.
 
-    What it returns may leave the unit otherwise than as its result, and backward may come to that first.
+    A hook may take its result out of the unit, and backward may reach this result before the unit's own.
     """
     result = call(module, *args, **kwargs)
     if not torch.compiler.is_compiling():
@@ -246,9 +246,9 @@ def _watch(unit: Unit, result: Any) -> None:
 
 @torch._dynamo.disable(recursive=False, reason="what it calls is a unit: see zcompile.shard")
 def call_parent(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
-    """`call(module, *args, **kwargs)`, which calls a module that calls units. Of each that it leaves out, do the rest.
+    """Run `call(module, *args, **kwargs)`, a call of a module that calls units, then pass by the units it skipped.
 
-    So a rank that skips a unit gathers and reduces where others do.
+    So a rank that skips a unit issues the unit's gather and reduce in the same places as other ranks.
     """
     units: list[Unit] = module.__dict__[UNITS_BELOW]
     before = [unit.calls for unit in units]
@@ -261,7 +261,7 @@ def call_parent(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
 
 @torch.compiler.disable
 def _pass_by(unit: Unit, result: Any) -> Any:
-    """`result`, as if `unit` had been called for nothing."""
+    """Issue the collectives of `unit`, which this rank skipped. Return `result`, connected to the unit's backward."""
     order: UnitOrder = unit.order
     if order.made_up_for(unit) or unit.is_whole() or unit.has_given_parameters():
         return result

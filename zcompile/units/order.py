@@ -1,23 +1,23 @@
-"""In which order units gather and reduce: the same on all ranks, whichever units a rank calls.
+"""The order in which units gather and reduce: the same on all ranks, whichever units a rank calls.
 
 [Note: order of units]
-A collective needs every rank. But a rank may skip a unit, and nothing tells the others. Where it calls the module that
-calls the unit, that module sees at its end that the unit was left out, and does what the unit would have done
-(`call_parent` in units/forward.py). For all other cases, all ranks have the same two lists of collectives. In forward,
-each unit is gathered; in backward, each is gathered again and reduced. Before a rank does what it comes to, it makes up
-for what the lists have before: it gathers the units that it skipped and drops them, and reduces zeros for them. What is
-left is made up for at the end of the model's forward, and of backward. So every step moves every unit, called or not.
+A unit (units/unit.py) is a module whose parameters are all-gathered at its call. A collective needs every rank, but a
+rank may skip a unit, and other ranks do not know. If the rank still runs the module that calls the unit, that module
+finds at its end that the unit was skipped, and issues the unit's collectives (`call_parent` in units/forward.py). For
+all other cases, each rank has the same two lists of collectives: in forward, a gather of each unit; in backward, a
+gather and a reduce of each. Before a rank issues a collective, it issues those that the list has before it: it gathers
+each skipped unit and drops the result, and reduces zeros. At the end of the model's forward, and of backward, it issues
+the rest of the list. So every step moves every unit, called or not.
 
-A rank that skipped a unit makes up for it at its next unit, which is later than others do it. Its collectives
-therefore have process groups of their own, in which nothing else has to wait for them. And a unit is gathered when the
-one before it in the list begins: ranks that enter a unit seldom wait for one that skips it. That is also what hides a
-gather behind compute.
+A rank that skipped a unit issues its collectives at its next unit, later than other ranks. So units have process groups
+of their own, in which no other collective waits for them. Each unit is prefetched when the unit before it in the list
+begins. So the gather overlaps with compute, and ranks that call a unit seldom wait for a rank that skips it.
 
-This holds for forwards of the model that was sharded. Where only a part of it is called, or a compiled function calls
-it, units are gathered and reduced as ranks come to them, and all ranks must come to the same ones.
+The lists apply to forwards of the whole sharded model. If a program calls only a part of it, or a compiled function
+calls it, each rank gathers and reduces the units that it calls, and all ranks must call the same ones.
 
-At first the lists have units in the order of `named_modules`. After a backward, ranks compare what they did, and take
-the order of one that called all units that others called.
+At first, the lists have the order of `named_modules`. After a backward, ranks compare the collectives that they issued,
+and adopt the order of a rank that called all units that any rank called.
 """
 
 import functools
@@ -54,9 +54,9 @@ def in_backward() -> bool:
 
 
 def make_units(state: ShardedModel, root: nn.Module, modules: Mapping[str, nn.Module]) -> list[Unit]:
-    """Let `modules` (path -> module) of `root`, the model of `state`, be units; they have no order yet.
+    """Make units of `modules` (path -> module) of `root`, the model of `state`. `order_units` gives them an order.
 
-    Those without a sharded parameter are left out.
+    Modules without a sharded parameter are left out.
     """
     made: list[Unit] = []
     of_units = state.units
@@ -77,7 +77,7 @@ def make_units(state: ShardedModel, root: nn.Module, modules: Mapping[str, nn.Mo
 
 
 def _caller_of(root: nn.Module, path: str) -> nn.Module | None:
-    """The innermost module around the one at `path` that has a forward; containers have none."""
+    """Return the innermost module that contains the one at `path` and has a forward, which containers lack."""
     while path:
         path = path.rpartition(".")[0]
         module = root.get_submodule(path)
@@ -87,36 +87,36 @@ def _caller_of(root: nn.Module, path: str) -> nn.Module | None:
 
 
 def order_units(state: ShardedModel, units: Sequence[Unit]) -> None:
-    """Give `units` of the model of `state` their order; it knows how much memory it may have."""
+    """Make the `UnitOrder` of `units`, which may prefetch with up to 1/16 of the device's memory."""
     if state.units is not None:
         order = UnitOrder(units, state.mesh, state.machine.memory_bytes // 16)
         state.unit_order = state.units.unit_order = order
 
 
 class EventList:
-    """Collectives in their order, and how many of them this rank has started or made up for."""
+    """An ordered list of collectives, and how many of them this rank has issued."""
 
     def __init__(self, events: Sequence[Event]):
         self.events, self.at = list(events), 0
-        self.ahead: dict[int, list[torch.Tensor]] = {}  # position -> a gather on its way that nobody has come to yet
-        self.done: list[Event] = []  # what this rank came to, since the order was last compared
+        self.ahead: dict[int, list[torch.Tensor]] = {}  # position -> a prefetched gather
+        self.done: list[Event] = []  # collectives of the units that this rank called in the last pass
 
     def find(self, event: Event, begin: int) -> int | None:
         return next((at for at in range(begin, len(self.events)) if self.events[at] == event), None)
 
 
 class UnitOrder:
-    """Where a rank is in the order of one model's units. Forwards and backwards call it, by one thread at a time.
+    """A rank's position in the collectives of one model's units. Only one thread may use it at a time.
 
-    Code around a unit may be compiled. So methods that are called from outside of this file are hidden from Dynamo.
+    Code around a unit may be compiled, so Dynamo does not trace methods that other files call.
     """
 
-    may_skip = True  # a rank may leave out a unit that others call
+    may_skip = True  # whether a rank may skip a unit that other ranks call
 
     def __init__(self, units: Sequence[Unit], mesh: DeviceMesh, budget_bytes: int):
         """
         Args:
-            budget_bytes: most bytes of unsharded units at once if one is gathered ahead; the same on all ranks.
+            budget_bytes: a unit is prefetched if it and the unit before it have at most so many unsharded bytes.
         """
         self.units, self.mesh, self.budget_bytes = list(units), mesh, budget_bytes
         indices = range(len(self.units))
@@ -125,9 +125,9 @@ class UnitOrder:
         self.in_root = False  # a forward of the whole model runs
         self.splits = 0  # forwards of units with a backward of inputs alone, but none of parameters yet
         self.rounds = 0  # forwards of the whole model whose backward has begun and not ended
-        self.begun_rounds = 0  # in this backward
-        self.callback: weakref.ref[Any] | None = None  # of the backward that runs, whose graph alone holds it
-        self.calls_in_backward: list[UnitCall] = []  # that this backward came to
+        self.begun_rounds = 0  # the number of these that began in this backward
+        self.callback: weakref.ref[Any] | None = None  # end-of-backward callback; only the running backward holds it
+        self.calls_in_backward: list[UnitCall] = []  # forwards of units that this backward has reached
         self.reductions: deque[Reduction] = deque()  # started, and not waited for
         self.undecided: list[Reduction] = []  # with parameters that this rank did not use
         self.backwards, self.next_comparison = 0, 1
@@ -136,18 +136,18 @@ class UnitOrder:
 
     @torch.compiler.disable
     def enter_root(self) -> None:
-        """A forward of the whole model begins."""
+        """Begin a forward of the whole model."""
         if in_backward():  # a checkpoint recomputes
             return
         for state in {unit.state for unit in self.units}:
             state.refuse_assigned_data()
         self.begin_forward()
-        for unit in self.units:  # also of those that this rank will skip: it reduces what others reduce
+        for unit in self.units:  # also for units that this rank will skip: all ranks must reduce the same
             unit.follow_requires_grad()
         self.gather_first(self.forward)
 
     def begin_forward(self) -> None:
-        """Nothing is left of the forward and the backward before."""
+        """Drop the state of the last forward and backward."""
         self.abandon_if_raised()
         if self.splits > 0 and torch.is_grad_enabled():
             self.splits = 0
@@ -160,12 +160,12 @@ class UnitOrder:
         self.drop_ahead(self.forward)
         self.in_root = True
         for unit in self.units:
-            unit.close()  # after a forward without a backward, or what the graph of a gradient has kept
+            unit.close()  # still open after a forward without a backward, or after create_graph=True
         self.forward.at, self.forward.done = 0, []
 
     @torch.compiler.disable
     def leave_root(self, result: Any) -> None:
-        """It ended, with `result`: see to it that its backward makes up for units that this rank skipped."""
+        """End a forward of the whole model, and let the backward of `result` issue collectives of skipped units."""
         if in_backward():
             return
         self.in_root = False
@@ -185,14 +185,14 @@ class UnitOrder:
 
     @torch.compiler.disable
     def leave_root_by_error(self) -> None:
-        """It raised."""
+        """End a forward of the whole model that raised."""
         if not in_backward():
             self.in_root = False
             self.drop_ahead(self.forward)
 
     @torch.compiler.disable
     def open(self, unit: Unit) -> None:
-        """Let the modules of `unit` have unsharded parameters, for its forward or backward to read."""
+        """Gather `unit`, for its forward or backward to read, and prefetch the next one."""
         events = self.backward if in_backward() else self.forward
         if events is self.backward:
             self.queue_callback()
@@ -210,10 +210,10 @@ class UnitOrder:
 
     @torch.compiler.disable
     def reduce(self, unit: Unit, shards: Sequence[torch.Tensor]) -> None:
-        """Reduce the gradients that `unit` has, zeros where it has none.
+        """Reduce the gradients of `unit`, with zeros for parameters that have none.
 
         Args:
-            shards: of its parameters.
+            shards: the leaves of its parameters.
         """
         self.queue_callback()
         event = (REDUCE, unit.index)
@@ -222,17 +222,17 @@ class UnitOrder:
         self.start_reduce(unit, shards)
 
     def made_up_for(self, unit: Unit) -> bool:
-        """Whether a rank that leaves `unit` out of this forward has done, or will do, what other ranks do for it."""
+        """Whether this rank, if it skips `unit` in this forward, has issued the unit's collectives or will do so."""
         return self.in_root and self.forward.find((GATHER, unit.index), self.forward.at) is None
 
     # --- lists -------------------------------------------------------------------------------------------------------
 
     def is_whole(self, events: EventList) -> bool:
-        """Whether `events` are of the whole model now. What is gathered ahead is then used, or dropped, in time."""
+        """Whether the pass that runs is over the whole model, so that it uses or drops every prefetched gather."""
         return self.in_root if events is self.forward else self.rounds > 0
 
     def come_to(self, events: EventList, event: Event) -> int | None:
-        """Make up for what comes before `event`; its position. None if it is in addition to the list."""
+        """Issue the collectives of the list before `event`. Return the position of `event`; None if it is not there."""
         whole = self.is_whole(events)
         position = events.find(event, events.at)
         if whole and position is None and self.rounds > 1 and events is self.backward:
@@ -248,7 +248,7 @@ class UnitOrder:
         return position
 
     def make_up(self, events: EventList, end: int) -> None:
-        """Do what other ranks do, up to `end`, for units that this rank did not call."""
+        """Issue the collectives up to position `end`, for units that this rank did not call."""
         while events.at < end:
             kind, index = events.events[events.at]
             position, unit = events.at, self.units[index]
@@ -256,7 +256,7 @@ class UnitOrder:
             if kind == GATHER and unit.needs_gather():
                 gathered = self.start_gather(events, position)
                 unit.wait(gathered)
-                if unit.is_kept:  # which others, too, have from here on
+                if unit.is_kept:  # all ranks keep it from now on
                     unit.open(gathered)
                 del gathered
                 self.gather_ahead(events, position)
@@ -264,19 +264,19 @@ class UnitOrder:
                 self.start_reduce(unit, unit.leaves())
 
     def end_round(self) -> None:
-        """One of several forwards has been through backward, on all ranks."""
+        """End the backward of one of several forwards: issue the rest of the list, on all ranks."""
         self.make_up(self.backward, len(self.backward.events))
         self.backward.at = 0
         self.rounds -= 1
 
     def start_gather(self, events: EventList, position: int) -> list[torch.Tensor]:
         gathered = events.ahead.pop(position, None)
-        if events.ahead:  # of a forward that was left
+        if events.ahead:  # of a forward that did not finish
             self.drop_ahead(events)
         return self.units[events.events[position][1]].start_gather() if gathered is None else gathered
 
     def gather_ahead(self, events: EventList, position: int) -> None:
-        """Start the next gather behind `position`, while the unit there computes."""
+        """Prefetch: start the next gather after `position`, while the unit there computes."""
         ahead = next((at for at in range(position + 1, len(events.events)) if events.events[at][0] == GATHER), None)
         if ahead is None or ahead in events.ahead or not self.units[events.events[ahead][1]].needs_gather():
             return
@@ -285,7 +285,7 @@ class UnitOrder:
             events.ahead[ahead] = self.units[events.events[ahead][1]].start_gather()
 
     def gather_first(self, events: EventList) -> None:
-        """Start the first gather, before this rank comes to its unit."""
+        """Prefetch the first unit of the list."""
         if events.events and events.events[0][0] == GATHER and 0 not in events.ahead:
             first = self.units[events.events[0][1]]
             if first.nbytes <= self.budget_bytes and first.needs_gather():
@@ -297,7 +297,7 @@ class UnitOrder:
         events.ahead.clear()
 
     def drop_of_ahead(self, unit: Unit, dropped: Sequence[bool]) -> None:
-        """Let gathers of `unit` that are on their way lack the parameters that are `dropped`."""
+        """Remove the parameters that are `dropped` from prefetched gathers of `unit`."""
         for events in (self.forward, self.backward):
             for position, gathered in events.ahead.items():
                 if events.events[position][1] == unit.index:
@@ -307,7 +307,7 @@ class UnitOrder:
     # --- backward ----------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """The backward of a forward of the whole model begins."""
+        """Begin the backward of a forward of the whole model."""
         self.queue_callback()
         self.rounds += 1
         self.begun_rounds += 1
@@ -318,7 +318,7 @@ class UnitOrder:
         """Have autograd call `finish_backward` at the end of this backward.
 
         Raises:
-            RuntimeError: this backward is compiled, and would reduce gradients before they are there.
+            RuntimeError: this backward runs in compiled autograd, and would reduce gradients before they exist.
         """
         if compiled_autograd.in_compiled_autograd_region:
             raise RuntimeError(
@@ -335,23 +335,23 @@ class UnitOrder:
             Variable._execution_engine.queue_callback(callback)
 
     def abandon_if_raised(self) -> None:
-        """Where the last backward raised, its graph has dropped the callback."""
+        """Call `abandon` if the last backward raised: its graph has then dropped the callback."""
         if self.callback is not None and self.callback() is None:
             self.abandon()
 
     def start_reduce(self, unit: Unit, shards: Sequence[torch.Tensor]) -> None:
         self.reductions.append(unit.start_reduce(unit.take_grads(), shards))
-        while len(self.reductions) > 1:  # one is on its way while backward goes on
+        while len(self.reductions) > 1:  # one reduce overlaps with backward
             self.finish(self.reductions.popleft())
 
     def finish(self, reduction: Reduction) -> None:
-        """Wait for a reduction and give gradients to the parameters that this rank used."""
+        """Wait for `reduction`, and deliver the gradients of parameters that this rank used."""
         reduction.wait()
         if reduction.deliver_used():
             self.undecided.append(reduction)
 
     def finish_all(self) -> None:
-        """Finish what was started, and give the parameters that other ranks used their gradients."""
+        """Wait for all reductions, and deliver gradients of parameters that only other ranks used, too."""
         while self.reductions:
             self.finish(self.reductions.popleft())
         undecided, self.undecided = self.undecided, []
@@ -359,30 +359,30 @@ class UnitOrder:
 
     @torch.compiler.disable
     def finish_backward(self) -> None:
-        """Backward has ended on this rank."""
+        """Issue the rest of the list at the end of backward, deliver gradients, and reshard."""
         try:
             while self.rounds > 0:
                 self.end_round()
             self.reduce_rest()
             self.drop_ahead(self.backward)
             self.finish_all()
-        finally:  # a hook of users may raise
+        finally:  # users' hooks may raise
             self.close_units()
         self.backward.at, self.callback = 0, None
         if self.begun_rounds == 1:
             self.backwards += 1
-            if self.backwards == self.next_comparison:  # when the model's own collectives have ended, too
+            if self.backwards == self.next_comparison:  # after the model's own callbacks of this backward
                 Variable._execution_engine.queue_callback(self.compare)
 
     def reduce_rest(self) -> None:
-        """Reduce gradients that came behind the backward of their unit, or without one, as by a side output."""
+        """Reduce gradients that arrived after the unit's backward, or without one, as from a side output."""
         shards = {call.unit.index: call.shards for call in self.calls_in_backward}
         for unit in self.units:
             if unit.has_grads and not unit.is_split:
                 self.reduce(unit, shards.get(unit.index) or unit.leaves())
 
     def close_units(self) -> None:
-        """Backward is over, also for units of which nothing told."""
+        """End the backward of all units, and reshard them."""
         calls, self.calls_in_backward = self.calls_in_backward, []
         for call in calls:
             call.end_backward()
@@ -391,7 +391,7 @@ class UnitOrder:
             unit.close(keep)
 
     def abandon(self) -> None:
-        """Drop what a backward left that raised."""
+        """Drop the state of a backward that raised."""
         for reduction in self.reductions:
             reduction.wait()
         self.reductions.clear()
@@ -405,20 +405,20 @@ class UnitOrder:
     # --- microbatches ------------------------------------------------------------------------------------------------
 
     def keep(self, nbytes: int) -> int:
-        """From here on, what forwards open stays open, up to `nbytes` of unsharded parameters; how many are left."""
+        """Keep units unsharded after their next forward, up to `nbytes` in all. Return how many bytes are left."""
         for unit in self.units:
             unit.is_kept = unit.nbytes <= nbytes
             nbytes -= unit.nbytes if unit.is_kept else 0
         return nbytes
 
     def release(self) -> None:
-        """From here on, nothing stays open."""
+        """Reshard units that `keep` has kept."""
         for unit in self.units:
             unit.is_kept = unit.is_split = False
             unit.close()
 
     def reduce_assigned(self) -> None:
-        """Reduce gradients that the program itself gave to unsharded parameters, as zero-bubble pipelines do."""
+        """Reduce gradients that the program itself assigned to unsharded parameters, as zero-bubble pipelines do."""
         given = [any(each.grad is not None for each in unit.unsharded) for unit in self.units]
         if self.may_skip:
             given = [any(by_rank) for by_rank in zip(*all_gather_over_mesh(self.mesh, given))]
@@ -430,7 +430,7 @@ class UnitOrder:
 
     @torch.compiler.disable
     def compare(self) -> None:
-        """Take the order in which a rank came to its units, if that was another one; all ranks together."""
+        """Adopt the order of a rank that called all units that any rank called. A collective call."""
         self.next_comparison = 2 * self.backwards
         records = all_gather_over_mesh(self.mesh, (self.forward.done, self.backward.done))
         called = {event for forward, _ in records for event in forward}
@@ -440,7 +440,7 @@ class UnitOrder:
                 break
         else:
             return
-        # One that is frozen may train later.
+        # A frozen unit has no reduce now, but may train later.
         trains = {i for kind, i in backward if kind == REDUCE}
         backward = [
             each for event in backward for each in ([event] if event[1] in trains else [event, (REDUCE, event[1])])

@@ -1,4 +1,4 @@
-"""Gradients of a unit's parameters on their way, and how they come to the parameters that ranks used."""
+"""Reduces in flight of a unit's gradients, and their delivery to the parameters that ranks used."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Reduction:
-    """Gradients of one forward of a unit, on their way."""
+    """Gradients in flight of one backward of a unit (a module whose parameters are gathered together)."""
 
     unit: "Unit"
     trained: list[int] = field(default_factory=list)  # positions in unit.sharded
-    used: list[bool] = field(default_factory=list)  # by this rank, or to be treated so; for each of `trained`
-    started: list[torch.Tensor] = field(default_factory=list)  # for each of `trained`
-    counts: list[torch.Tensor] = field(default_factory=list)  # of ranks that used each of unit.sharded; of each domain
-    wires: list[torch.Tensor] = field(default_factory=list, repr=False)  # read until the wait
-    rest: list[int] = field(default_factory=list)  # of `trained`, by index: what `deliver_used` left
+    used: list[bool] = field(default_factory=list)  # for each of `trained`: whether this rank used it
+    started: list[torch.Tensor] = field(default_factory=list)  # for each of `trained`: the reduced shard
+    counts: list[torch.Tensor] = field(default_factory=list)  # of each domain: number of ranks that used each parameter
+    wires: list[torch.Tensor] = field(default_factory=list, repr=False)  # sources of the transfers, until the wait
+    rest: list[int] = field(default_factory=list)  # indices in `trained` that `deliver_used` did not deliver
 
     def add(
         self,
@@ -34,7 +34,7 @@ class Reduction:
         counts: torch.Tensor,
         wires: list[torch.Tensor],
     ) -> None:
-        """Take the gradients of a domain, too."""
+        """Add the gradients of a domain."""
         self.trained += trained
         self.used += used
         self.started += started
@@ -42,19 +42,19 @@ class Reduction:
         self.wires += wires
 
     def wait(self) -> None:
-        """Wait for them.
+        """Wait for the reduces.
 
         Raises:
-            RuntimeError: another rank did not answer; names rank and parameter.
+            RuntimeError: another rank did not answer; the text names rank and parameter.
         """
         with torch._C._DisableTorchDispatch():  # as in `Unit._own_transfer`
             wait_for_reduces([*self.started, *self.counts])
         self.wires = []
 
     def deliver_used(self) -> bool:
-        """Give their gradients to the parameters that this rank used; whether any are left for `deliver_rest`.
+        """Deliver gradients to the parameters that this rank used. Return whether some are left for `deliver_rest`.
 
-        All are, where users have hooks: these may have collectives, to which ranks must come in one order.
+        If users have hooks, all are left: hooks may issue collectives, so all ranks must deliver in one order.
         """
         has_hooks = any(self.unit.sharded[i].has_hooks for i in self.trained)
         self.rest = [k for k, used in enumerate(self.used) if has_hooks or not used]
@@ -65,7 +65,7 @@ class Reduction:
 
 
 def deliver_rest(reductions: Sequence[Reduction]) -> None:
-    """Give what is left to the parameters that any rank used. Waits for the device."""
+    """Deliver the remaining gradients, to the parameters that any rank used. Waits for the device."""
     if not reductions:
         return
     # Each domain counts the uses of its own parameters alone.
@@ -85,7 +85,7 @@ def deliver_rest(reductions: Sequence[Reduction]) -> None:
         begin += len(unit.sharded)
     for sharded, grad in sums.values():
         _deliver(sharded, grad)
-    for sharded in unused:  # the runtime has added zeros, which are no gradient
+    for sharded in unused:  # drop the zeros that the runtime has added up
         sharded.state.runtime.take_unreduced(sharded.index)
 
 

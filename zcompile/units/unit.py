@@ -1,18 +1,18 @@
-"""Units: modules whose parameters are gathered together when their forward begins, whatever of them it then reads.
+"""Units: modules whose parameters are all-gathered together when their forward begins, as FSDP2's parameter groups.
 
 [Note: units]
-A module that reads other parameters on each rank, as a loop over experts does, cannot gather what it reads: a
-collective needs every rank. So its forward first gathers all of its parameters, in the order of `named_parameters`.
-While it runs, its modules have unsharded `nn.Parameter`s in their `_parameters`, so that any way to read them is right.
-Code that is compiled inside of it therefore has no collective, and may differ between ranks. The unsharded parameters
-are leaves of autograd's graph, which stay the same objects for as long as the model. Their memory comes and goes
-(csrc/runtime/unsharded_memory.h): it is freed behind forward, and backward gathers the unit again before its first
-read. Autograd accumulates into their `.grad`, and when the backward of a forward of the unit ends, all gradients are
-reduced together, zeros for what this rank did not use. So that a parameter that no rank used has no gradient, as
-unsharded, ranks also reduce which ones they used: the unit has a parameter of its own for that, whose gradient says so.
+If a module reads different parameters on each rank, as a loop over experts does, it cannot gather each one at its read:
+a collective needs every rank. So the module is a unit: its forward first gathers all of its parameters, in the order of
+`named_parameters`. While the forward runs, the `_parameters` of its modules hold unsharded `nn.Parameter`s. So compiled
+code inside of a unit has no collective, and may differ between ranks. The unsharded parameters are autograd leaves, and
+stay the same objects for the life of the model. Their memory (csrc/runtime/unsharded_memory.h) is freed after forward,
+and backward gathers the unit again before its first read. Autograd accumulates into their `.grad`. When the backward of
+the unit ends, all gradients are reduce-scattered together, with zeros for parameters that this rank did not use. If no
+rank used a parameter, it must get no gradient, as in an unsharded model. So ranks also reduce flags that say which
+parameters they used; in the runtime, these flags are the gradient of one more parameter.
 
-What is gathered, and when, is decided by where the program is (in forward, in backward, in a checkpoint), and never by
-what a rank happens to have in memory. In which order units come is in units/order.py.
+The place in the program (forward, backward or checkpoint) decides which units are gathered and when, never the memory
+that a rank has. The order of units is in units/order.py.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ reduce_group_start = torch.ops.zcompile.reduce_group_start.default
 
 
 class _Group(NamedTuple):
-    """Parameters that are gathered in one transfer: those of one domain and dtype."""
+    """Parameters that are gathered in one transfer: those of one dtype and one domain (over one mesh)."""
 
     domain: int
     dtype: torch.dtype
@@ -66,7 +66,7 @@ class _Domain(NamedTuple):
 
     model: weakref.ref[ShardedModel]
     positions: list[int]  # in Unit.sharded
-    use: torch.Tensor  # a shard for the flags that say which parameters ranks used; its values say nothing
+    use: torch.Tensor  # the shard to which the flags of used parameters reduce; its own values have no meaning
 
 
 class Unit:
@@ -81,47 +81,47 @@ class Unit:
     ):
         """
         Args:
-            index: among the units of a model.
+            index: position among the units of a model.
             sharded: the parameters of the module and of those below it, in the order of `named_parameters`.
         """
         self.name, self.index = name, index
-        self.model = weakref.ref(state)  # which has its units
+        self.model = weakref.ref(state)  # the ShardedModel that has the parameters
         self.is_block = not state.are_units  # see [Note: blocks] in units/blocks.py
-        self.opener: weakref.ref[nn.Module] | None = None  # of a block its module; None: the root block
-        self.is_root = False  # the block of parameters that no other block has; keeps its memory until backward
+        self.opener: weakref.ref[nn.Module] | None = None  # the module of a block; None for the root block
+        self.is_root = False  # the root block: all parameters of no other block; keeps its memory until backward
         self.in_forward = False
         self.calls = 0
-        self.call: UnitCall | None = None  # of the forward that runs, if autograd records it
+        self.call: UnitCall | None = None  # the forward that runs, if autograd records it
         self.calls_in_backward = 0
         self.is_open = False  # its modules have the unsharded parameters
-        self.is_filled = False  # these have memory
-        self.is_kept = False  # inside of `zcompile.accumulate`, these keep it from the first forward on
-        self.calls_ahead: weakref.WeakSet[UnitCall] = weakref.WeakSet()  # whose backward is to come
-        self.is_split = False  # kept, and had a backward of inputs alone: gradients stay here until the block ends
+        self.is_filled = False  # the unsharded parameters have memory
+        self.is_kept = False  # inside of `zcompile.accumulate`: no reshard after the first forward
+        self.calls_ahead: weakref.WeakSet[UnitCall] = weakref.WeakSet()  # forwards whose backward is to come
+        self.is_split = False  # had a backward of inputs alone; gradients are reduced when `accumulate` ends
         self.unsharded: list[nn.Parameter] = []  # in the order of `sharded`
         self.versions: list[int] = []  # of `unsharded` while they have memory; autograd compares them
-        self.made_for: list[torch.dtype] = []  # the `dtypes` for which they were made
-        # This rank's part of each, in the order of `plain`: of a DTensor its local tensor.
+        self.made_for: list[torch.dtype] = []  # the `dtypes` for which `unsharded` was made
+        # The local tensor of each unsharded parameter, in the order of `plain`.
         self.parts: list[torch.Tensor] = []
         self.storages: frozenset[int] = frozenset()  # of `unsharded`, and of their components
-        self.has_grads = False  # some of `unsharded` do
+        self.has_grads = False  # some of `unsharded` have gradients
         device = sharded[0].leaf.device
         self.anchor = torch.empty(0, device=device, requires_grad=True)  # lets autograd record where a forward begins
         self._take(sharded)
 
     @property
     def state(self) -> ShardedModel:
-        """The model of its parameters."""
+        """The ShardedModel that has its parameters."""
         return _alive(self.model)
 
     def _take(self, sharded: Sequence[ShardedParameter]) -> None:
-        """Have the parameters `sharded`."""
+        """Set the unit's parameters to `sharded`."""
         self.sharded = list(sharded)
         self.plain = [i for i, each in enumerate(self.sharded) if each.extension is None]
         others = [i for i, each in enumerate(self.sharded) if each.extension is not None]
         by_model = itertools.groupby(sorted(others, key=self._domain_at), key=self._domain_at)
         self.extended = [self._extended(list(positions)) for _, positions in by_model]
-        # Of each module that reads some of `sharded`: its `_parameters`, and the positions of these by their names.
+        # Module that reads some of `sharded` -> its `_parameters`, and name -> position in `sharded`.
         tables: dict[nn.Module, dict[str, int]] = {}
         for i, each in enumerate(self.sharded):
             for module, name in each.owners:
@@ -180,7 +180,7 @@ class Unit:
         return _Group(domain, dtype, positions, sizes, [len(shape) for shape in shapes])
 
     def _domain(self, positions: list[int]) -> _Domain:
-        """The domain of the parameters at `positions`, whose runtime gets a parameter more: the flags of use."""
+        """Make the domain of the parameters at `positions`, and add a parameter for the flags of use to its runtime."""
         model, count = self.sharded[positions[0]].state, len(self.sharded)
         use = torch.zeros(count, device=self.anchor.device)
         model.runtime.add(
@@ -195,7 +195,7 @@ class Unit:
         return _Domain(weakref.ref(model), positions, use)
 
     def leaves(self) -> list[torch.Tensor]:
-        """The shards, in the order of `sharded`."""
+        """Return the leaves (plain tensors over the shards), in the order of `sharded`."""
         return [each.leaf for each in self.sharded]
 
     def has_given_parameters(self) -> bool:
@@ -203,16 +203,16 @@ class Unit:
         return any(each.is_replaced() for each in self.sharded)
 
     def is_whole(self) -> bool:
-        """Inside of `zcompile.unshard`, of all ranks: nobody gathers it."""
+        """Whether all ranks are inside of `zcompile.unshard`, so that no gather is needed."""
         return any(each.is_whole for each in self.sharded)
 
     @property
     def is_here(self) -> bool:
-        """Whether all ranks have it, since it was kept."""
+        """Whether all ranks have its unsharded parameters from an earlier forward in `zcompile.accumulate`."""
         return self.is_kept and self.is_filled
 
     def needs_gather(self) -> bool:
-        """Whether ranks gather it before they read it."""
+        """Whether all ranks must gather it before they read it."""
         return not self.is_here and not self.is_whole()
 
     @property
@@ -221,18 +221,18 @@ class Unit:
         return self.state.block_order if self.is_block else self.state.unit_order
 
     def has_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is an unsharded parameter, or a view of one, which loses its memory with the unit."""
+        """Whether `tensor` is an unsharded parameter or a view of one, so that resharding frees its memory."""
         part: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if self.extended and type(part) is not torch.Tensor:
             return any(each.untyped_storage()._cdata in self.storages for each in plain_tensors_of(part))
         return part.layout == torch.strided and part.untyped_storage()._cdata in self.storages
 
     def trains(self) -> bool:
-        """Whether some of its parameters need gradients."""
+        """Whether at least one of its parameters needs a gradient."""
         return any(each.parameter.requires_grad for each in self.sharded)
 
     def follow_requires_grad(self) -> None:
-        """Let leaves train as parameters do, whose `requires_grad` users set."""
+        """Copy `requires_grad` from the DTensors, where users set it, to leaves and unsharded parameters."""
         self.drop_freed()
         with torch._C._DisableFuncTorch():
             for i, sharded in enumerate(self.sharded):
@@ -242,7 +242,7 @@ class Unit:
                         leaf.requires_grad = trains  # torch.func refuses `requires_grad_`
 
     def open(self, gathered: Sequence[Any]) -> None:
-        """Let the modules have unsharded parameters, whose memory is that of `gathered`."""
+        """Put the unsharded parameters into the modules, with the memory of `gathered`."""
         if self.has_cut_columns:
             with torch.inference_mode(False), torch._C._DisableFuncTorch(), torch.no_grad():
                 gathered = [
@@ -266,7 +266,7 @@ class Unit:
         return itertools.chain.from_iterable(positions for _, positions in self.extended)
 
     def _make_all_unsharded(self, plain: Sequence[torch.Tensor], gathered: Sequence[Any]) -> None:
-        """Make the unsharded parameters, which stay the same until dtypes change."""
+        """Make the unsharded parameters. They stay the same objects until dtypes change."""
         with torch.inference_mode(False), torch._C._DisableFuncTorch(), torch.no_grad():
             self.parts = [torch.empty_like(each) for each in plain]
             parts = dict(zip(self.plain, self.parts, strict=True))
@@ -282,7 +282,7 @@ class Unit:
             sharded.unsharded = parameter
 
     def open_again(self) -> None:
-        """Let the modules have the unsharded parameters, which have memory."""
+        """Put the unsharded parameters, which have memory, into the modules."""
         self.is_open = True
         for (table, _), opened in zip(self.tables, self.opened):
             table.update(opened)
@@ -299,16 +299,16 @@ class Unit:
         return parameter
 
     def in_split_backward(self) -> bool:
-        """Whether this backward is one of inputs alone, which a zero-bubble pipeline runs before that of parameters."""
+        """Whether this backward computes gradients of inputs alone, as in a zero-bubble pipeline."""
         trained = [each for each in self.unsharded if each.requires_grad] if _keeps_graph() else []
         executes = torch._C._will_engine_execute_node
         return bool(trained) and not any(executes(get_gradient_edge(each).node) for each in trained)
 
     def close(self, keep: bool = False) -> None:
-        """Let the modules have the DTensors again, unless they are about to read the unsharded parameters.
+        """Reshard: put the DTensors back into the modules and free memory, unless a forward or backward still reads.
 
         Args:
-            keep: the memory of the unsharded parameters, which something else than a backward will read.
+            keep: whether to keep the memory, because code other than a backward will read the unsharded parameters.
         """
         if self.in_forward or self.calls_in_backward or (self.is_kept and (self.is_split or self.calls_ahead)):
             return
@@ -322,7 +322,7 @@ class Unit:
                 extension_of(self.sharded[i]).free()
 
     def close_tables(self) -> None:
-        """Let the modules have the DTensors again."""
+        """Put the DTensors back into the modules."""
         if self.is_open:
             self.is_open = False
             for (table, _), closed in zip(self.tables, self.closed):
@@ -331,10 +331,10 @@ class Unit:
                 module.__dict__.pop(IS_OPEN, None)
 
     def take_grads(self) -> list[torch.Tensor | None]:
-        """The gradients of the unsharded parameters, which have none from then on; None for one that was not used.
+        """Return the gradients of the unsharded parameters and clear them. None for a parameter that was not used.
 
         Raises:
-            RuntimeError: autograd was to record how they come to be.
+            RuntimeError: backward ran with create_graph=True.
         """
         grads = [each.grad for each in self.unsharded] or [None] * len(self.sharded)
         self.drop_grads()
@@ -345,12 +345,12 @@ class Unit:
         return grads
 
     def start_gather(self) -> list[Any]:
-        """Unsharded parameters on their way, or their components, in the order of `sharded`; read them after `wait`."""
+        """Start the all-gather. Return unsharded parameters or components, in the order of `sharded`, to `wait` for."""
         self.drop_freed()
         leaves = self.leaves()
         self.follow_dtypes(leaves)
         gathered: list[Any] = [None] * len(leaves)
-        for i in self._extended_positions():  # before anything is on its way: hooks may raise
+        for i in self._extended_positions():  # before any transfer starts, because hooks may raise
             gathered[i] = extension_of(self.sharded[i]).before_gather(self.sharded[i])
         for group in self.groups:
             shards = [leaves[i] for i in group.positions]
@@ -370,8 +370,8 @@ class Unit:
 
     @contextlib.contextmanager
     def _own_transfer(self) -> Iterator[None]:
-        """Inside, transfers are the unit's own: it waits for them, and neither a selective checkpoint, which counts
-        ops, nor torch.func sees them."""
+        """In this block, the unit itself waits for transfers, and hides them from torch.func and from selective
+        checkpoints, which count ops."""
         runtimes = [_alive(domain.model).runtime for domain in self.domains]
         for runtime in runtimes:
             runtime.keep_in_flight(True)
@@ -383,20 +383,20 @@ class Unit:
                 runtime.keep_in_flight(False)
 
     def wait(self, gathered: Sequence[Any]) -> None:
-        """Wait for what `start_gather` returned.
+        """Wait for the gather that returned `gathered`.
 
         Raises:
-            RuntimeError: another rank did not answer; names rank and parameter.
+            RuntimeError: another rank did not answer; the text names rank and parameter.
         """
         with self._own_transfer():
             wait_for_gathers(tensors_of(gathered) if self.extended else gathered)
 
     def start_reduce(self, grads: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]) -> Reduction:
-        """Start to reduce all gradients, in one transfer for each domain.
+        """Start to reduce-scatter all gradients, in one transfer for each domain (parameters over one mesh).
 
         Args:
             grads: in the order of `sharded`; None for a parameter that this rank did not use.
-            leaves: their shards, which a graph may hold for longer than the modules do.
+            leaves: the leaves of `sharded`, which an autograd graph may hold longer than the modules do.
         """
         used = [grad is not None for grad in grads]
         reduction = Reduction(self)
@@ -429,11 +429,11 @@ class Unit:
         return grad
 
     def _zeros(self, i: int) -> torch.Tensor:
-        """What is reduced of the parameter at position `i` if this rank has no gradient of it."""
+        """Return the zeros that are reduced for the parameter at `i` if this rank has no gradient for it."""
         return torch.zeros(self.sharded[i].layout.shape, dtype=self.dtypes[i], device=self.anchor.device)
 
     def drop_grads(self) -> None:
-        """Let the unsharded parameters have no gradients."""
+        """Clear the gradients of the unsharded parameters."""
         self.has_grads = False
         for each in self.unsharded:
             each.grad = None
@@ -441,7 +441,7 @@ class Unit:
     def refuse_writes(self) -> None:
         """
         Raises:
-            RuntimeError: forward wrote to a parameter, which is a copy.
+            RuntimeError: forward wrote to an unsharded parameter; the write would be lost.
         """
         for sharded, parameter, version in zip(self.sharded, self.unsharded, self.versions):
             if parameter._version != version:
@@ -459,7 +459,7 @@ def _alive(model: "weakref.ref[ShardedModel]") -> ShardedModel:
 
 
 def _note_grad(parameter: torch.Tensor) -> None:
-    """The post-accumulate hook of every unsharded parameter. It holds nothing; see [Note: what frees a model]."""
+    """Be the post-accumulate hook of unsharded parameters. It holds no reference; see [Note: what frees a model]."""
     unit: Unit | None = getattr(parameter, UNIT)()
     if unit is not None and not unit.has_grads:
         unit.has_grads = True
