@@ -1,4 +1,4 @@
-"""When each storage of a graph is made and when it dies.
+"""Find where each storage of a graph is made and where it dies.
 
 A storage dies after its last reader, through any alias, as compiled code frees it.
 
@@ -7,7 +7,7 @@ Inductor seldom writes the result of a pointwise node to memory: it computes the
 here such a result has no storage, and the storages from which it is computed live until its readers are done.
 
 Nodes that fuse are pointwise nodes, casts, copies and reductions. All others, such as matmuls, attention and transfers,
-do not. A *segment* is what stands between two nodes that do not fuse. The result of a node that fuses is written to
+do not. A *segment* is the run of nodes between two that do not fuse. The result of a node that fuses is written to
 memory if a reader of it does not fuse, or stands in a later segment. The exception are pointwise nodes whose readers in
 later segments depend on them through nodes that fuse alone, such as a mask that waits for a matmul: Inductor computes
 them beside those readers.
@@ -108,7 +108,7 @@ class Liveness:
     def live_bytes(
         self, exclude: Collection[Node] = (), scaled: Collection[Node] = (), scale: float = 1.0
     ) -> list[int]:
-        """Bytes alive while each node runs: its arguments, its result, and whatever is read later.
+        """Return the bytes alive while each node runs: its arguments, its result, and storages that later nodes read.
 
         Storages of nodes in `exclude` do not count, those of nodes in `scaled` count `scale` times.
         """
@@ -219,7 +219,7 @@ def _is_pointwise(node: Node) -> bool:
 
 
 def aliases(node: Node) -> list[Node] | None:
-    """The nodes whose memory the result of `node` is, by the op's schema. None if the result has memory of its own."""
+    """Return the nodes whose memory the result of `node` aliases, by the op's schema. None if it has its own memory."""
     if node.op != "call_function":
         return [] if node.op in ("output", "get_attr") or not result_bytes(node) else None
     if node.target is operator.getitem:

@@ -1,4 +1,4 @@
-"""The vocabulary in which passes speak of FX graphs: zcompile's ops, kinds of aten ops, queries and edits.
+"""Names and helpers of FX nodes for compiler passes: zcompile's ops, kinds of aten ops, queries and edits.
 
 Words used throughout:
 
@@ -54,8 +54,8 @@ ROW_REDUCES = {REDUCE_ROWS, REDUCE_ROWS_START}
 REDUCES = {REDUCE, REDUCE_ROWS, *REDUCE_STARTS}
 WAITS = {GATHER_WAIT, REDUCE_WAIT}
 
-# A key of `meta`. A gather has it if its result is saved for backward and nobody but this graph and its backward sees
-# the result. Its value says whether the transport may own the memory of the result.
+# A key of `meta` of a gather whose result is saved for backward, if only this graph and its backward read the result.
+# The value says whether the transport may provide the memory of the result.
 SAVED_FOR_BACKWARD = "zcompile_saved_for_backward"
 
 # The least default of the option `reduce_budget_bytes`: two of the largest matrices of a 7 B model in bf16.
@@ -275,7 +275,7 @@ def backward_nodes(graph: Graph) -> set[Node]:
 
 
 def with_ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """These nodes and all that they depend on."""
+    """Return `nodes` and all nodes that they depend on."""
     ancestors = set(nodes)
     pending = list(ancestors)
     while pending:
@@ -325,7 +325,7 @@ def _kept_meta(node: Node) -> dict[str, object]:
 
 
 def insert_items(graph: Graph, node: Node, count: int) -> list[Node]:
-    """Insert a node for each of the `count` tensors in the result of `node`, directly behind it, in order."""
+    """Insert a node for each of the `count` tensors in the result of `node`, directly after it, in order."""
     items: list[Node] = []
     for i in range(count):
         with graph.inserting_after(items[-1] if items else node):
@@ -345,7 +345,7 @@ def waits_of(start: Node) -> list[Node]:
 
 
 def shards_of(start: Node) -> list[Node]:
-    """The shards that a gather, a reduce, or a start of either is of."""
+    """Return the shard nodes of a gather, a reduce, or a start of either."""
     return nodes_in(start.args[0] if start.target in GATHERS or start.target is GATHER_ROWS else start.args[1])
 
 

@@ -40,9 +40,9 @@ class ParamLifetimes:
                 self.lifetimes.append(lifetime)
 
     def unsharded_bytes(self, exclude: Collection[Node] = ()) -> list[int]:
-        """Bytes of unsharded parameters at each node, in flight or gathered; then a 0, for the end of the graph.
+        """Return the bytes of unsharded parameters, in flight or gathered, at each node, and a final 0.
 
-        Those that live on after the graph do not count, nor do those of starts in `exclude`.
+        Parameters that live on after the graph, and those of starts in `exclude`, do not count.
         """
         change = [0] * (len(self.liveness.nodes) + 1)
         for lifetime in self.lifetimes:
@@ -52,7 +52,7 @@ class ParamLifetimes:
         return list(accumulate(change))
 
     def regathered_from(self) -> dict[Node, int]:
-        """For each start that gathers a parameter again: the first position behind all readers of the gather before."""
+        """For each start that gathers a parameter again, return the first position after readers of the earlier gather."""
         ends: dict[tuple[Node, torch.dtype], int] = {}  # of the last gather of each parameter
         first_position: dict[Node, int] = {}
         for lifetime in self.lifetimes:
@@ -65,8 +65,8 @@ class ParamLifetimes:
     def bound_bytes(self, gather_budget_bytes: int) -> int:
         """Most bytes of unsharded parameters that a plan under this budget may have at one node.
 
-        The bound is the budget and the largest thing that cannot be smaller: what one node reads at once, directly or
-        through a chain, or what one transfer brings.
+        The bound is the budget plus the larger of two indivisible sizes: the most bytes that one node reads at once,
+        directly or through a chain, and the most bytes of one transfer.
         """
         read_at_once: dict[Node, int] = defaultdict(int)
         for lifetime in self.lifetimes:

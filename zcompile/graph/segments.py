@@ -1,9 +1,9 @@
-"""Places at which a forward is narrow, so that backward can compute the nodes after them again from few bytes.
+"""Find places of a forward that few activations cross, from which backward can recompute the nodes between them.
 
 [Note: segments]
-A *cut* is the set of activations that later nodes of forward still read at some place, if none of the cut before is
-among them: between the blocks of a decoder, the residual stream. The nodes between two cuts are a *segment*. If cuts
-are saved, backward computes again one segment at a time, as it does checkpointed blocks.
+A *cut* is the set of activations that are alive (later nodes read them) at one place of forward, and that shares
+no activation with the cut before it. Between decoder layers, the cut is the residual stream. The nodes between two cuts
+are a *segment*. If cuts are saved, backward recomputes one segment at a time, as with activation checkpointing.
 """
 
 from collections.abc import Collection, Sequence, Set
@@ -14,9 +14,9 @@ from torch.fx import Graph, Node
 from zcompile.graph.liveness import aliases, fuses
 from zcompile.graph.ops import backward_nodes, nodes_in, result_bytes, with_ancestors
 
-LEAST_GAIN = 4  # a segment makes at least so many times the bytes of its cut
-MOST_GROWTH = 2  # from a cut to the next: logits are no cut
-MOST_SHRINKAGE = 64  # nor is the loss of each token
+LEAST_GAIN = 4  # results of a segment's nodes have at least 4 times the bytes of its cut
+MOST_GROWTH = 2  # a cut has at most twice the bytes of the cut before, which excludes logits
+MOST_SHRINKAGE = 64  # and at least 1/64 of them, which excludes the loss of each token
 
 # Nodes that compute activations, and the cut: those of them that later nodes read. The last cut may be empty.
 Segment = tuple[Sequence[Node], Set[Node]]
@@ -26,10 +26,10 @@ def segments(graph: Graph, shards: Collection[Node]) -> list[Segment]:
     """The segments of a joint graph, in order. Nodes after the last cut that compute the loss are in none.
 
     Args:
-        shards: inputs that are shards. Activations are computed of shards and of other inputs.
+        shards: inputs that are shards. Activations are nodes that depend on shards and on other inputs.
     """
     activations, results = _activations(graph, shards)
-    roots: dict[Node, frozenset[Node]] = {}  # of an activation: the nodes whose memory it is
+    roots: dict[Node, frozenset[Node]] = {}  # activation -> the nodes that made its memory
     last_read: dict[Node, int] = {}
     for i, node in enumerate(activations):
         for source in node.all_input_nodes:
