@@ -1,4 +1,4 @@
-// What a transport may know of the model whose parameters it moves. The runtime implements it.
+// The interface through which a transport sees its model. The runtime implements it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,7 +26,7 @@ struct Domain {
   std::optional<double> divisor;  // of summed gradients; default: the ranks of the mesh
 };
 
-// Without a model, as here, nothing is counted, and transports are given all that they move.
+// This base class has no model: it has no parameters and counts nothing. The runtime's Model overrides the methods.
 class TransportContext {
  public:
   // `rank` and `world` are those of the gather group. With `native_reduce`, collectives reduce by the backend's own
@@ -49,7 +49,7 @@ class TransportContext {
   bool native_reduce() const { return native_reduce_; }
   int64_t number() const { return number_; }
   int64_t domain() const { return domain_.number; }
-  // Of sums over `replicas` times the ranks that share the shards.
+  // The divisor of gradients summed over `replicas` times the ranks that shard.
   double divisor(int64_t replicas = 1) const {
     return domain_.divisor.value_or(static_cast<double>(world_ * replicas));
   }
@@ -58,10 +58,10 @@ class TransportContext {
   virtual const ShardedParam& param(int64_t index) const { TORCH_CHECK(false, "zcompile: no parameter ", index); }
   // Whether main parameters stay as they are from one microbatch to the next.
   virtual bool is_caching() const { return false; }
-  // Whether reduces leave out the sum over replicas, which the program makes up for.
+  // Whether reduces leave out the sum over replicas, which then happens at the end of zcompile.accumulate.
   virtual bool defers_replicas() const { return false; }
 
-  // See [Note: host shards] in runtime/host_shards.h. Lets the current stream wait until all of them may be read.
+  // Lets the current stream wait until all host shards may be read; see [Note: host shards] in runtime/host_shards.h.
   virtual void ready_host_shards() {}
   // Fills `out` (shaped like the main parameter) from `sum`, flat, over the ranks of this host.
   virtual void reduce_over_hosts(

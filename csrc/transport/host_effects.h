@@ -14,9 +14,9 @@ namespace zcompile {
 
 struct HostRecording {
   std::vector<std::function<void()>> effects;
-  // Why the code cannot be captured; empty: nothing is known against it.
+  // Why the code cannot be captured; empty if no reason is known.
   std::string obstacle;
-  // Of the models: effects refer to them.
+  // Transports of the models to which effects refer.
   std::vector<std::weak_ptr<const void>> transports;
   // The driver's executable graph of a capture, when there is one.
   std::shared_ptr<void*> executable = std::make_shared<void*>(nullptr);
@@ -24,15 +24,15 @@ struct HostRecording {
 
 class HostEffects {
  public:
-  // Calls `effect` now, and at each replay of a graph that this thread captures. It may throw.
+  // Calls `effect` (host work) now, and at each replay of a graph that this thread captures. It may throw.
   template <typename Effect>
   static void note(Effect effect) {
     if (mode_ == Mode::kIgnore) return;
     effect();
     if (mode_ == Mode::kRecord) recording_.effects.emplace_back(std::move(effect));
   }
-  // The same for work of the device that no graph may hold. It is done before the capture, too, and the capture itself
-  // finds nothing to do.
+  // Like `note`, for device work that a CUDA graph must not contain. Also called right before a capture, so that no
+  // such work is left to do during the capture.
   template <typename Effect>
   static void prepare(Effect effect) {
     if (mode_ == Mode::kIgnore) return;
@@ -44,18 +44,18 @@ class HostEffects {
   static void repeat(Effect effect) {
     if (mode_ == Mode::kRecord) recording_.effects.emplace_back(std::move(effect));
   }
-  // The op that runs now cannot be in a graph.
+  // Reports that the op that runs now cannot be in a graph; throws during a capture.
   static void obstruct(const char* why) {
     TORCH_CHECK(mode_ != Mode::kRecord, "zcompile: a captured graph cannot hold ", why);
     if (mode_ == Mode::kObserve) recording_.obstacle = why;
   }
 
   static void record() { start(Mode::kRecord); }
-  // Whether something was prepared since observe().
+  // Whether prepare() was called since observe().
   static bool has_prepared() { return mode_ == Mode::kObserve && !recording_.effects.empty(); }
   static bool is_recording() { return mode_ == Mode::kRecord; }
   static const std::shared_ptr<void*>& executable() { return recording_.executable; }
-  // Keeps effects that are to be prepared before a capture.
+  // Starts to keep the effects of prepare(), to call them before a capture.
   static void observe() { start(Mode::kObserve); }
   // For tests, whose graphs are replayed by calling the code again: it notes nothing until resume().
   static void ignore() { mode_ = Mode::kIgnore; }

@@ -1,13 +1,13 @@
-// In which order this rank starts collectives, and how ranks notice that they differ.
+// The order in which this rank starts collectives, and how ranks detect that their orders differ.
 //
 // [Note: order of collectives]
-// Ranks must start the same collectives in the same order; nothing asks them first, because a round trip for each would
-// cost more than it moves. If they differ, they hang, or mix up parameters of one size. So each rank counts what it
-// starts and keeps a running hash. All ranks compare these before an optimizer's step (zcompile/ranks/order_check.py),
-// so that none steps on wrong numbers. A rank may hang before it comes to a step. So a thread
-// (zcompile/ranks/order_watch.py) compares them with another rank's every second or so, too. A difference becomes an
-// error of the step, or of the next collective, on all ranks, with the names of what each rank started. Peer to peer,
-// such collectives are means over replicas (p2p/reducer.cpp), and gathers of what is not cached.
+// Ranks must start the same collectives in the same order. They do not agree on each one before it starts, because a
+// round trip would cost more than the transfer. If orders differ, ranks hang, or mix up parameters of equal size. So
+// each rank counts the collectives that it starts, and keeps a running hash. All ranks compare counts and hashes before
+// an optimizer step (zcompile/ranks/order_check.py), so that no parameter gets a wrong update. A rank may hang before
+// it reaches a step, so a thread (zcompile/ranks/order_watch.py) compares with another rank about every second. After a
+// difference, the step, or the next collective, raises on all ranks, and names the collectives of each rank. Peer to
+// peer, only means over replicas (p2p/reducer.cpp) and gathers of uncached parameters are collectives.
 #pragma once
 
 #include <c10/util/ArrayRef.h>
@@ -26,7 +26,7 @@
 
 namespace zcompile {
 
-// What is gathered or reduced together.
+// The parameters of one gather or reduce.
 struct Collective {
   bool reduces = false;
   int64_t model = 0;  // its number
@@ -76,17 +76,17 @@ class OrderLog {
     int64_t hash;  // of all of them
   };
 
-  // The one of the ranks of this group.
+  // The log of the process group named `group`.
   static std::shared_ptr<OrderLog> of(const std::string& group);
-  // Those in which a model notes what it starts: of the ranks that share its shards, if there are several, then of
-  // those that hold the same shard, if it is replicated.
+  // The logs of a model's collectives: of the group that shards it, if that has several ranks, then of the group of
+  // its replicas, if there are any.
   static std::vector<std::shared_ptr<OrderLog>> of_model(const TransportContext& model);
 
   // Notes the next collective; `name` is that of its first parameter. Throws if ranks are known to differ.
   void append(const Collective& next, const std::string& name);
-  // An optimizer stepped: ranks must step between the same collectives.
+  // Counts an optimizer step: all ranks must step between the same collectives.
   void count_step();
-  // The last ones, and every 256th of those before; increasing numbers.
+  // The last collectives, and every 256th of those before, by increasing number.
   std::vector<Mark> marks() const;
   Digest digest() const;
   // Makes the next append throw, and every check, and ends waits on CPUs; the first message stays.

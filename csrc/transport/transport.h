@@ -38,7 +38,7 @@ class Transfers : public Transfer {
   std::vector<std::unique_ptr<Transfer>> transfers_;
 };
 
-// A transfer of tensors that nobody else has.
+// A transfer that keeps `tensors` alive until it is destroyed.
 class OwningTransfer : public Transfer {
  public:
   OwningTransfer(std::unique_ptr<Transfer> transfer, std::vector<at::Tensor> tensors)
@@ -68,7 +68,7 @@ struct ReduceRequest {
   ReduceExtras extras = {};
 };
 
-// Fills `rows` [count, columns] with these rows of an unsharded matrix, downcast like a gather of all of it.
+// Fills `rows` [count, columns] with the rows `indices` of an unsharded matrix, in the dtype of `rows`.
 struct GatherRowsRequest {
   const ShardedParam* param;
   at::Tensor indices;  // int64 [count], each less than the number of rows of the matrix
@@ -97,19 +97,19 @@ struct AdamRequest {
   at::Tensor count;  // [], of steps, with this one
 };
 
-// A transport knows what to move together, and nothing of schedules. Every rank of a model uses the same one.
+// Moves tensors between ranks, without deciding when. All ranks of a model use the same transport.
 class Transport {
  public:
   explicit Transport(TransportContext& context) : context_(context) {}
   virtual ~Transport() = default;
   TransportContext& context() const { return context_; }
   virtual std::string name() const = 0;
-  // Whether nothing of it can be freed any more: after an error, a device refuses every call, that to free memory too.
+  // Whether the device failed. It then refuses every call, so memory of the transport cannot be freed.
   virtual bool device_failed() const { return false; }
-  // Device memory that the transport has for itself.
+  // Bytes of device memory that the transport holds.
   virtual int64_t bytes() const { return 0; }
   // Uninitialised memory for an unsharded parameter, flat and padded to equal pieces. Only the next call of gather may
-  // write to it. Undefined where the transport has none better than the allocator's.
+  // write to it. Undefined if the caller should use torch's allocator instead.
   virtual at::Tensor make_unsharded(const ShardedParam&, at::ScalarType) { return {}; }
   // An uninitialised gradient, shaped like the shard, for the next call of reduce.
   virtual at::Tensor make_gradient(const ShardedParam& param);
@@ -121,8 +121,8 @@ class Transport {
   virtual std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests) = 0;
   virtual std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests) = 0;
 
-  // A few rows of a matrix. A transport that knows nothing better gathers all rows, and reduces a dense gradient. These
-  // two count what moves themselves.
+  // A few rows of a matrix. By default, these gather all rows, and reduce a dense gradient. They count bytes in the
+  // context themselves.
   virtual std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request);
   virtual std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request);
 
@@ -130,11 +130,11 @@ class Transport {
   virtual void finish_backward() {}
   // Main parameters may change from now on; from one cached microbatch to the next they did not.
   virtual void finish_caching() {}
-  // A step of AdamW, which also makes ready what the next gather would have to. It may overwrite gradients, but for
-  // those whose memory another tensor has. Returns false, and does nothing, where the transport has no better way than
-  // torch.
+  // Runs a step of AdamW and prepares the next gather, as refresh() does. It may overwrite gradients, except those
+  // whose memory another tensor shares. Returns false, and does nothing, if the caller should run torch's AdamW
+  // instead.
   virtual bool fused_adam_step(c10::ArrayRef<AdamRequest>, const AdamSettings&) { return false; }
-  // Makes ready what the next gather would have to. All ranks call it, or none.
+  // Prepares the next gather, which is then faster. All ranks must call it, or none.
   virtual void refresh() {}
 
   // [Note: transfers in a CUDA graph]
@@ -151,7 +151,7 @@ class Transport {
   static constexpr uint32_t staging_regions =
       3;  // one is pushed to while another is added up; the third takes up slack
   virtual uint32_t reduced_pieces() const { return 0; }
-  // From now on, on all ranks alike, gradients and uncaptured parameters lie in memory of torch's allocator.
+  // From now on, gradients and uncaptured parameters lie in memory of torch's allocator. All ranks must call it.
   virtual void prepare_for_graphs() {}
 
  protected:
@@ -176,19 +176,19 @@ struct P2pSettings {
   std::optional<bool> in_step;  // whether ranks start transfers together; by default where there are more than two
 };
 
-// Copy engines between GPUs that can map each other's memory; only in builds with CUDA. Made by all ranks together,
-// when the model has its parameters.
+// Copy engines between GPUs that can map each other's memory; only in builds with CUDA. A collective call, after all
+// parameters were added to the model.
 std::unique_ptr<Transport> make_p2p_transport(TransportContext& context, const P2pSettings& settings);
 
-// For tests. Wraps `inner`: an unsharded parameter holds NaN until somebody waits for it, and a gradient is read as
-// late as its wait. Code that reads too early, or reuses a buffer too soon, gives NaN instead of a number that happens
+// For tests. Wraps `inner`: an unsharded parameter holds NaN until its wait, and a gradient is read only in its
+// wait. Code that reads too early, or reuses a buffer too soon, gives NaN instead of a number that happens
 // to be right.
 std::unique_ptr<Transport> make_late_transport(std::unique_ptr<Transport> inner);
 
 // For tests. Wraps `inner`: rank 1 is slow before and after everything it starts, which must not change a number.
 std::unique_ptr<Transport> make_delayed_transport(std::unique_ptr<Transport> inner);
 
-// For benchmarks. Moves nothing: what is left is the host time of the runtime itself.
+// For benchmarks. Moves no bytes, so that only the host time of the runtime is measured.
 std::unique_ptr<Transport> make_loopback_transport(TransportContext& context);
 
 }  // namespace zcompile
