@@ -52,7 +52,7 @@ class ParamLifetimes:
         return list(accumulate(change))
 
     def regathered_from(self) -> dict[Node, int]:
-        """For each start that gathers a parameter again, return the first position after readers of the earlier gather."""
+        """Return start -> first position after the readers of the same parameter's gather before, if there is one."""
         ends: dict[tuple[Node, torch.dtype], int] = {}  # of the last gather of each parameter
         first_position: dict[Node, int] = {}
         for lifetime in self.lifetimes:
