@@ -3,14 +3,13 @@
 // [Note: host shards]
 // With `shard(states="global")`, ranks form a mesh (host, gpu). Main parameters and states of optimizers are sharded
 // over all of them, as in ZeRO-3; a step gathers parameters and reduces gradients inside of a host, as in HSDP. A
-// rank's *host shard* is its shard among the ranks of its host. The main parameters of the ranks at the same place on
-// all hosts are the pieces of it. It is a copy in the dtype in which the parameter is gathered, and transports read it
-// in place of the main parameter.
+// rank's *host shard* is its shard among the ranks of its host, in the dtype of gathers. Transports read it in place of
+// the main parameter. Ranks with the same gpu coordinate all-gather it over hosts, from their main parameters.
 //
-// Two transfers cross hosts. Main parameters that may have changed make their host shards stale. These are gathered
-// together: as soon as an optimizer has stepped, else at the first gather that reads one of them. A gather waits for
-// the host shards that it reads. And each reduce, whose sum over the ranks of a host has the shape of the host shard,
-// ends with a reduce-scatter of the sums of all hosts; `accumulate` may defer that to the end of its block.
+// Two transfers cross hosts. First, if main parameters may have changed, their host shards are stale, and are gathered
+// together: right after an optimizer step, else at the first gather that reads one of them. A gather waits for the host
+// shards that it reads. Second, each reduce sums over the ranks of a host, which gives a tensor of the host shard's
+// shape, and ends with a reduce-scatter of these sums over hosts. `accumulate` may defer the reduce-scatter to its end.
 //
 // Fused optimizers and writes through .data move no version counter (see schedule/staleness.h of p2p). So a host shard
 // is stale, too, when a backward has reduced its gradient; inside of `accumulate`, when the block ends.
@@ -32,17 +31,17 @@ namespace zcompile {
 
 struct HostShard {
   ShardedParam piece;  // the host shard as a parameter whose shard is the main parameter
-  std::optional<at::ScalarType> dtype;  // none: that of the main parameter
+  std::optional<at::ScalarType> dtype;  // of the host shard; none: the dtype of the main parameter
   at::Tensor padded;  // the host shard, flat, padded to pieces of equal size
-  std::shared_ptr<SharedTransfer> arriving;  // none: it has arrived
+  std::shared_ptr<SharedTransfer> arriving;  // the gather in flight, if there is one
   uint64_t version = 0;  // of the main parameter when it was gathered
   bool is_stale = true;  // also if the version is the same
-  bool is_reduced = false;  // a gradient was, so that the main parameter changes soon
+  bool is_reduced = false;  // its gradient was reduced, so the optimizer will change the main parameter
   bool takes_sum = true;  // of a reduce that runs: see note_reduce
 };
 
-// The host shards of one model, and its transfers across hosts: between the ranks that have the same place on each.
-// These call all of it together, for the same parameters.
+// The host shards of one model, and its transfers between the ranks that have the same gpu coordinate on each host. The
+// methods are collective calls of these ranks, for the same parameters.
 class HostShards : public TransportContext {
  public:
   // `model` owns this. Its group `replicate` has a rank of each host.
@@ -50,7 +49,7 @@ class HostShards : public TransportContext {
 
   // The main parameter of `param` is a piece of a host shard from now on, which is kept in `dtype`.
   void add(ParamState& param, std::optional<at::ScalarType> dtype);
-  // The main parameters of `params` are other tensors, or have changed.
+  // Marks the host shards of `params` stale, because their main parameters changed.
   void expire(c10::ArrayRef<ParamState*> params);
   // An optimizer has changed the main parameters of `stepped`. Starts to gather all host shards that are stale.
   void gather_after_step(c10::ArrayRef<ParamState*> stepped);
