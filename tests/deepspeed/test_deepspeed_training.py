@@ -101,13 +101,13 @@ class Lora(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.codes = nn.Parameter(torch.arange(VOCABULARY), requires_grad=False)
         self.base = LanguageModel().requires_grad_(False)
+        self.codes = nn.ParameterList([nn.Parameter(torch.arange(VOCABULARY), requires_grad=False)])  # not the first
         self.a = nn.Linear(18, 3, bias=False)
         self.b = nn.Linear(3, 18, bias=False)
 
     def forward(self, tokens):
-        hidden = self.base.embed(self.codes[tokens[:, :-1]])
+        hidden = self.base.embed(self.codes[0][tokens[:, :-1]])
         hidden = hidden + self.b(self.a(hidden))
         for block in self.base.blocks:
             hidden = block(hidden)
