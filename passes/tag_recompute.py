@@ -159,10 +159,10 @@ def _is_random(node: Node) -> bool:
 
 
 def _dequantized(graph: Graph) -> list[Node]:
-    """Return gathers of dtypes that do not train, and nodes computed from them and other parameters alone.
+    """Return gathers of quantized parameters (of dtypes without gradients), and the nodes that dequantize them.
 
-    Dequantization may look packed values up in a table; the table need not be a parameter. Matmuls and random nodes
-    are never part of dequantization.
+    These are computed only from such gathers, other parameters, and tables in which packed values are looked up.
+    Matmuls and random nodes do not count.
     """
     found: dict[Node, bool] = {  # nodes computed from parameters alone -> whether one of these parameters is quantized
         gather: value(gather).dtype not in TRAINABLE for gather in calls(graph, GATHER)

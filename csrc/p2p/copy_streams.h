@@ -2,14 +2,15 @@
 //
 // [Note: one stream beside compute]
 // A stream occupies a hardware queue while a kernel, a wait for a signal, or a copy within the GPU is pending on it.
-// Only a few hardware queues do not delay compute (streams.h). So all three run on one stream, the lane `work`: it has
-// casts, signals and sums, in program order. Shards too small for a copy engine are read by a kernel on the compute
-// stream. Pulls have one copy stream, and pushes another. Copies between GPUs occupy no such queue. More copy streams
-// would not help: one engine fills the link to a single peer, and serves its streams one after the other.
+// If more than a few hardware queues are occupied, compute is delayed (streams.h). So kernels (casts and sums), waits
+// for signals and copies within the GPU share one stream, `work`, in program order. Copies between GPUs occupy no such
+// queue: reads from peers (pulls) have one stream, and writes to peers (pushes) another. More would not help: one copy
+// engine fills the link to a single peer, and serves its streams one after the other. Shards too small for a copy
+// engine are read by a kernel on the compute stream.
 //
-// Three kinds of work run on other streams than `work`:
-//   - the parts of this rank's own piece that are not aliased are copied on the stream of the pulls;
-//   - a whole own piece in backward is copied on a stream of its own, since pulls would wait for it (cache_pulls.h);
+// Exceptions:
+//   - where a gathered parameter does not alias this rank's own shard, the shard is copied on the stream of the pulls;
+//   - in backward, a whole own shard is copied on a stream of its own, since pulls would wait for it (cache_pulls.h);
 //   - if ranks start transfers together (signals.h), the barriers before copies run on the copy streams.
 #pragma once
 

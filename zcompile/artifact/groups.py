@@ -85,8 +85,8 @@ def refuse_meshes(state: ShardedModel, used: Iterable[DeviceMesh] = ()) -> None:
         if mesh not in inner.values():
             raise ArtifactError(
                 f"zcompile: no artifact can hold the model: its forward uses the mesh {mesh.mesh_dim_names} and "
-                "reads no DTensor over it, so code may have the rank's coordinates as constants. Pass the process "
-                "group to forward instead of the mesh."
+                "reads no DTensor over it. Then code may hold the rank's coordinates as constants, which are wrong on "
+                "other ranks. Pass the process group to forward instead of the mesh."
             )
 
 
@@ -107,7 +107,7 @@ def with_places(code: str, groups: Groups) -> str:
         if isinstance(call, ast.Call) and op.startswith(COLLECTIVES) and ".wait_tensor" not in op:
             group = ast.literal_eval(call.args[-1])
             if group not in groups:
-                raise RuntimeError(f"it has a collective over process group {group!r}, of no mesh of its parameters.")
+                raise RuntimeError(f"it has a collective over process group {group!r}, of no mesh of a parameter.")
             text = str(ast.get_source_segment(code, call))
             saved = saved.replace(text, text.replace(repr(group), repr(groups[group])))
     return saved

@@ -224,11 +224,11 @@ def _leave_alone(graph: Graph, shards: Sequence[Node]) -> None:
 
 
 def _is_lowering(lower: Callable[..., Any], node: Node) -> Callable[..., Any]:
-    """Return a target for `node` alone that Inductor calls as the node's lowering.
+    """Return a function, for `node.target` of this one node, that Inductor calls as the node's lowering.
 
-    torch before 2.14 does not infer the fake value of such a node again. Later versions do if an argument has changed,
-    and ask the target for the value, which returns the existing one. A new value would have a new storage, and torch
-    would then infer the values of all later nodes again.
+    If passes change a graph, Inductor updates fake values. Before torch 2.14 it skips nodes with such a target. Later
+    versions ask the target for the value if an argument has changed; the target then returns the value that the node
+    has. A new value would have a new storage, so that torch would also compute the values of all later nodes again.
     """
 
     @functools.wraps(lower)

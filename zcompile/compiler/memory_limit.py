@@ -63,15 +63,15 @@ Agree = Callable[[str, int], int]
 def within_limit(plan: Plan, joint: GraphModule, split: Split, agree: Agree | None) -> Plan:
     """Return `plan`, or one that saves less for backward, so that a step stays within its `memory_limit`.
 
-    Tags `joint` for the returned plan.
+    Tags nodes of `joint` for recomputation as the returned plan says.
 
     Args:
         split: splits a joint graph under a plan; may change the graph.
-        agree: called with a name and this rank's number, returns the largest number of all ranks. None: ranks choose
-            on their own.
+        agree: `agree(name, number)` returns the largest `number` that a rank passes with that name. None: ranks
+            choose on their own.
 
     Raises:
-        OutOfLimit: no plan stays within the limit; has the limit and the least that a plan needs.
+        OutOfLimit: no plan stays within the limit. The text has the limit, and the bytes of the plan that needs least.
     """
     limit = plan.memory_limit
     if limit is None:

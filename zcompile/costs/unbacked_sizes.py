@@ -82,7 +82,7 @@ def note_unbacked_sizes(graph: Graph) -> None:
 
 
 def _note_parts(node: Node) -> None:
-    """Of a list of sizes that split one tensor: each is an equal part."""
+    """If `node` splits a tensor by a list of unbacked sizes, note an equal part of the tensor for each of them."""
     name, args = str(node.target), cast(tuple[Any, ...], node.args)
     if name.startswith("_c10d_functional.all_to_all_single"):
         (source, outputs, inputs), dim = args[:3], 0

@@ -28,8 +28,9 @@ from zcompile.state.sharded_model import ShardedModel
 def never_compiled_alone(function: Any) -> Any:
     """Keep Dynamo from compiling `function` on its own. Dynamo still traces it as a part of a caller. Returns it.
 
-    Why: if Dynamo has given up on the caller, it would compile the property of a parameter once for each shape, up to
-    its limit of recompiles. In torch 2.11, it would also make the count of forwards a constant of the graph.
+    Why: modules read a parameter through a property. If Dynamo has given up on the caller, it would compile the
+    property's getter by itself, once for each shape, up to its limit of recompiles. In torch 2.11, it would also make
+    the number of forwards that are running a constant of the graph.
     """
     skip_code(function.__code__)
     return function

@@ -303,7 +303,7 @@ def refuse_subclass_grad(name: str, grad: torch.Tensor) -> None:
     if (kind := subclass_of(grad)) is not None:
         raise RuntimeError(
             f"zcompile: the gradient of parameter '{name}' is a {name_of(kind)} (rank {dist.get_rank()}), which cannot "
-            "be reduced. Let the backward of the class return plain tensors for it."
+            "be reduced. Let the backward of the tensor subclass return a plain tensor."
         )
 
 

@@ -163,7 +163,7 @@ def remembered_mesh(key: Hashable) -> DeviceMesh:
         RuntimeError: no model here reads DTensors over such a mesh.
     """
     if key not in _meshes:
-        raise RuntimeError(f"a DTensor is over a mesh {key}, over which the model reads none.")
+        raise RuntimeError(f"a DTensor is over a mesh {key}, and no DTensor that the model reads is.")
     return _meshes[key]
 
 

@@ -304,7 +304,7 @@ class ShardedModel:
 
 
 def models_of(state: ShardedModel) -> list[ShardedModel]:
-    """Return `state`, then the ShardedModels of its units and of its other domains, if there are any."""
+    """Return `state`, then the ShardedModel of its units, then one for each other mesh that shards its parameters."""
     return [state, *([state.units] if state.units is not None else ()), *state.others]
 
 

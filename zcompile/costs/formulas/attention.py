@@ -103,7 +103,7 @@ def _share_of_blocks(call: Call, i: int) -> float:
 
 
 def _computed_share(mask: Callable[..., torch.Tensor], sizes: Sequence[int], blocks: Sequence[int]) -> float:
-    """The share of blocks in which `mask(batch, head, row, column)` lets a pair through, by samples."""
+    """Sample the share of blocks where `mask(batch, head, query, key)` is True for some query and key."""
     rows, columns = (_sampled(size, min(block, size)) for size, block in zip(sizes, blocks))
     row, column = rows.flatten()[:, None], columns.flatten()[None, :]
     zero = torch.zeros((), dtype=torch.int64)
