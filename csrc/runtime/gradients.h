@@ -63,17 +63,17 @@ class GradAccumulation {
   Base base_;
 };
 
-// The squares of one parameter's reduced gradient, added up where they are made: a norm then reads no gradient again.
+// The sum of squares of one parameter's reduced gradient. The reduce computes it, so a norm reads no gradient again.
 class GradSquares {
  public:
   explicit GradSquares(const at::Tensor& shard);
 
-  // To be added to by the reduce that makes `gradient`.
+  // Returns the fp64 tensor to which the reduce that makes `gradient` shall add squares.
   at::Tensor start_reduce(const at::Tensor& gradient);
-  // What adds up to the squares of `gradient`, fp64; none unless it is all that was reduced since clear(). Whether
-  // somebody has written to it is for the caller to know.
+  // Returns the fp64 tensor whose elements add up to the sum of squares of `gradient`. Empty unless `gradient` is the
+  // result of the only reduce since clear(). The caller must know that nothing has written to `gradient` since.
   std::optional<at::Tensor> squares_of(const at::Tensor& gradient) const;
-  // What must be set to zero; none if there was no reduce.
+  // Forgets the reduces. Returns the tensor that the caller must set to zero; empty if there was no reduce.
   std::optional<at::Tensor> clear();
 
  private:

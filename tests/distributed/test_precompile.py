@@ -208,7 +208,7 @@ def test_code_with_other_groups_or_the_rank_is_in_no_file(inductor_cache, kind, 
 
 
 def test_a_unit_is_in_no_file():
-    told = r"'layers\.0\.experts' is a unit.*blocks=\[layer\.attention"
+    told = r"'layers\.0\.experts' gathers parameters in eager.*blocks=\[layer\.attention"
     with as_rank(0, 2), pytest.raises(ArtifactError, match=told):
         make(parallel.looped(), parse_options(None), None, (), {})
 

@@ -47,7 +47,7 @@ def inner_meshes(state: ShardedModel) -> dict[DeviceMesh, DeviceMesh]:
 
 
 def positions_of(state: ShardedModel) -> dict[int, str]:
-    """Return the position of each rank as text, such as "tp 1"; see [Note: positions]."""
+    """Return each rank's coordinates in tensor and expert parallel meshes, such as "tp 1"; see [Note: positions]."""
     positions: dict[int, dict[str, int]] = {rank: {} for rank in span_of(state).mesh.flatten().tolist()}
     for mesh, inner in inner_meshes(state).items():
         for rank, place in zip(mesh.mesh.flatten().tolist(), itertools.product(*map(range, mesh.shape)), strict=True):

@@ -134,9 +134,10 @@ def counting_call(
     It is for a subclass of `base`, a class of modules, whose instances belong to a sharded model.
 
     Args:
-        is_root: whether instances are whole sharded models with units; see [Note: order of units] in units/order.py.
-        around: a wrapper for modules that gather their parameters at their call, or call such modules:
-            `around(call, module, args, kwargs)` runs `call(module, *args, **kwargs)` between gather and free.
+        is_root: whether instances are models that `zcompile.shard` got and that have units (modules gathered at their
+            call, in eager); see [Note: order of units] in units/order.py.
+        around: for a unit, or a module that calls units: `around(call, module, args, kwargs)` runs
+            `call(module, *args, **kwargs)`, and gathers before it and frees after it. None for other modules.
     """
     # Dynamo traces the plain call, even if the module has a compiled call.
     traced_call = nn.Module._call_impl if base.__call__ is nn.Module.__call__ else base.__call__

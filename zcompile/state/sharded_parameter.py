@@ -312,8 +312,8 @@ class ShardedParameter:
     def add_grad(self, accumulated: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
         """Return the sum of `accumulated`, the gradient of earlier microbatches, and `grad`, the result of a reduce.
 
-        In `zcompile.accumulate`, the reduce may have added its base already: the gradient that had accumulated when it
-        started. The base is `accumulated`, unless a hook, or a backward inside of this one, changed the gradient since.
+        In `zcompile.accumulate`, a reduce may start from the gradient that has accumulated: `grad` has it already.
+        If a hook, or a backward inside of this one, has changed the gradient since, the change is added.
         """
         state = self.state
         if not state.microbatches.accumulates:

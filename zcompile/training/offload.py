@@ -133,7 +133,7 @@ class Offload:
         return id(parameter) in self.parameters and fits(parameter) and are_on_host
 
     def state_bytes(self) -> tuple[int, int]:
-        """Return the bytes of trained main parameters and their moments: (in host memory, on the device)."""
+        """Return the bytes of trainable sharded parameters and their Adam moments: (in host memory, on the device)."""
         optimizer, nbytes = self.optimizer(), {True: 0, False: 0}
         assert optimizer is not None, "an optimizer has this"
         for parameter in self._trained(optimizer):

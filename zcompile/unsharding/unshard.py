@@ -142,7 +142,7 @@ def _check_entry(selected: list[ShardedParameter], writeback: bool) -> None:
             )
         if writeback and sharded.state.microbatches.accumulates:
             raise RuntimeError(
-                f"zcompile.unshard: {where} would change inside of zcompile.accumulate. Write back after it."
+                f"zcompile.unshard: {where} would change inside of zcompile.accumulate. Write to it outside."
             )
 
 

@@ -23,8 +23,8 @@ def options_of(config: Mapping[str, Any], model: nn.Module | None = None) -> Map
     """
     if "zcompile" in config:
         raise ValueError(
-            'zcompile: the DeepSpeed config has "zcompile" at its top. Move it into "zero_optimization": there, '
-            "DeepSpeed refuses it if the program does not import zcompile."
+            'zcompile: the DeepSpeed config has "zcompile" at its top. Move it into "zero_optimization". At '
+            "the top, DeepSpeed would ignore it without a word in a program that does not import zcompile."
         )
     zero = config.get("zero_optimization")
     block = zero.get("zcompile") if isinstance(zero, Mapping) else None
