@@ -64,9 +64,12 @@ def python_blocks(page: str) -> list[str]:
 
 
 def commands_in_text(page: str) -> list[str]:
-    """What a page's sentences name as `zcompile COMMAND --option ...`."""
+    """The commands `zcompile COMMAND --option ...` of a page, in its sentences and in its `sh` blocks."""
     text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
-    spans = (" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", text))
+    spans = [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
+    for block in blocks_of(page):
+        if block.language == "sh":
+            spans += block.text.replace("\\\n", " ").splitlines()
     return [span for span in spans if re.match(r"zcompile [a-z]+ .*--", span)]
 
 
