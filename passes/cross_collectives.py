@@ -18,13 +18,13 @@ from zcompile.graph.param_lifetimes import ParamLifetimes
 def cross_collectives(graph: Graph, gather_budget_bytes: int) -> None:
     """Move each start of a gather before the last of the model's own collectives that precedes it.
 
-    Why: `prefetch` moves no gather across a collective, because its costs follow from batches, which differ between
-    ranks. Tensor and expert parallelism put collectives into the graph, such as an all-to-all to the experts and back.
-    All ranks must start these collectives and the gathers in the same order, or they wait for each other forever. But
-    between such an all-to-all and the reader of a gather there is little compute that could hide the gather.
+    Why: `prefetch` moves no gather across these, because the times that it estimates depend on a rank's batch. Tensor
+    and expert parallelism put collectives into the graph, such as an all-to-all to the experts and back. All ranks must
+    start these collectives and the gathers in the same order, or they wait for each other forever. But between such an
+    all-to-all and the reader of a gather there is little compute that could hide the gather.
 
-    How: moves depend only on parameter sizes and the order of the graph, which all ranks share. A gather crosses one
-    collective. The gathers that cross a collective have at most a quarter of `gather_budget_bytes` together.
+    How: moves depend only on parameter sizes and the order of the graph, which all ranks share. A gather crosses at
+    most one collective. All gathers that cross the same collective have at most a quarter of `gather_budget_bytes`.
     """
     starts = calls(graph, GATHER_START, GATHER_GROUP_START)
     before = _collective_before(graph)

@@ -16,7 +16,7 @@ from zcompile.graph.ops import (
 
 
 def defer_reduce_waits(graph: Graph, reduce_budget_bytes: int | None) -> None:
-    """Move waits of reduces after later starts, with at most `reduce_budget_bytes` of gradients in flight.
+    """Wait for each reduce only when gradients in flight exceed `reduce_budget_bytes`, or at the end.
 
     Why: backward does not read its reduced gradients, so transfers can overlap with compute. The budget is needed
     because a gradient keeps its memory until its wait.

@@ -32,10 +32,10 @@ def free(graph: Graph) -> None:
     wgrad after dgrad in any order of the graph, because it fuses the recomputed input of wgrad with the nodes after
     dgrad. So a gather whose start was planned between wgrad and dgrad would start late.
 
-    How: a wgrad is a matmul on which no reader of an unsharded parameter depends. Where the results of several dgrads
-    in a row are added up (queries, keys, values), wgrads move after all of them: what is recomputed for a wgrad that
-    stood between them could not be fused, and would take one more kernel. Kinds of nodes and their order decide, and no
-    sizes, so that ranks that see other sizes decide alike. Nothing moves past a node that writes to its arguments.
+    How: a wgrad is a matmul on which no reader of an unsharded parameter depends. If several dgrads follow each other
+    and their results are summed (queries, keys, values), wgrads move after the last of these dgrads. A wgrad between
+    them would take one more kernel, because its recomputed input could not be fused. Only kinds of nodes and their
+    order decide, so ranks with different sizes decide alike. No node moves past a node that writes to its arguments.
     """
     if not calls(graph, *REDUCES):
         return
@@ -43,8 +43,8 @@ def free(graph: Graph) -> None:
     position = {node: i for i, node in enumerate(graph.nodes)}
     dgrads = [node for node in graph.nodes if is_matmul(node) and node in needed]
     last_dgrad = _last_dgrads(dgrads, backward_nodes(graph))
-    goal: dict[Node, Node] = {}  # a node that moves -> the dgrad that it moves behind
-    waiting: dict[Node, list[Node]] = defaultdict(list)  # a dgrad -> the nodes that move behind it, in order
+    goal: dict[Node, Node] = {}  # a node that moves -> the dgrad after which it moves
+    waiting: dict[Node, list[Node]] = defaultdict(list)  # a dgrad -> the nodes that move after it, in order
     for node in position:
         behind = [goal[source] for source in node.all_input_nodes if source in goal]
         if is_matmul(node) and node not in needed:
@@ -62,18 +62,18 @@ def free(graph: Graph) -> None:
 
 
 def _last_dgrads(dgrads: list[Node], gradients: set[Node]) -> dict[Node, Node]:
-    """For each gradient, the last of `dgrads` that reads it; or if that is added up with later ones, the last of those.
+    """Map each gradient to the last dgrad that reads it, or to a later dgrad if the results of both are summed.
 
     Args:
-        dgrads: in graph order. Matmuls of forward that backward runs again are among them; they read no gradient.
-        gradients: all nodes of backward.
+        dgrads: in graph order. They include matmuls of forward that backward runs again, which read no gradient.
+        gradients: the nodes of backward.
     """
     last_dgrad: dict[Node, Node] = {}
     sum_of = functools.cache(_sum_of)
-    last: Node | None = None  # of the row that `node` stands in
+    last: Node | None = None  # the last of the dgrads that are summed with `node`
     for node in reversed(dgrads):
         origins = {_origin(source) for source in node.all_input_nodes if source in gradients}
-        if not origins:  # run again, as checkpointing does. It ends the row, or its results would live throughout.
+        if not origins:  # recomputed by a checkpoint. No sum spans it, or its results would be alive for too long.
             last = None
             continue
         if last is None or sum_of(node) is not sum_of(last):
@@ -84,7 +84,7 @@ def _last_dgrads(dgrads: list[Node], gradients: set[Node]) -> dict[Node, Node]:
 
 
 def _sum_of(node: Node) -> Node:
-    """The last addition that the result of `node` goes into, through nodes of one reader that add, move or cast."""
+    """Return the last node of the chain of additions, moves and casts after `node` in which each has one reader."""
     while len(node.users) == 1:
         (user,) = node.users
         is_sum = user.target is aten.add.Tensor or (user.target is aten.addmm.default and user.args[0] is node)
@@ -100,7 +100,7 @@ def _move(nodes: list[Node], before: Node) -> None:
 
 
 def _origin(node: Node) -> Node:
-    """The node whose elements `node` moves; `node` itself if it moves none."""
+    """Return the node whose elements `node` moves, such as the input of a transpose; else `node` itself."""
     while node.args and is_movement(node, args_of(node)[0]):
         node = args_of(node)[0]
     return node

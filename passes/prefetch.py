@@ -26,7 +26,7 @@ EARLY_SHARE, EARLY_S = 0.5, 30e-6
 
 
 def prefetch(graph: Graph, link: Link, gather_budget_bytes: int, fused: bool = True) -> None:
-    """Move each start of a gather up, until the compute between it and its first reader takes as long as the transfer.
+    """Start each gather so early that the compute until its first reader takes as long as the transfer.
 
     Why: a gather that starts late makes compute wait, and a gather that starts early takes memory.
 

@@ -11,9 +11,9 @@ from zcompile.graph.ops import GATHER, calls, chain, nbytes, readers
 
 
 def regather(graph: Graph, gather_budget_bytes: int) -> None:
-    """Gather parameters again, where more than half of `gather_budget_bytes` would be unsharded between readers.
+    """Reshard and gather parameters again if over half of `gather_budget_bytes` would stay unsharded between readers.
 
-    Why: a parameter that is read early and late would otherwise stay unsharded throughout. The other half of the budget
+    Why: a parameter that is read early and late would otherwise stay unsharded in between. The other half of the budget
     is for gathers that `prefetch` starts early.
 
     How: if the next read does not fit, reshard the parameter whose own next reader is farthest (L. A. Belady, A study

@@ -30,8 +30,8 @@ def save_for_backward(graph: Graph, save_for_backward_bytes: int | None) -> None
 
     If `save_for_backward_bytes` is a number, saved parameters are in memory of the transport, so that this rank's own
     piece needs no copy. The transport keeps this memory even at the end of backward, where a model's peak may be. By
-    default, few parameters are saved, and torch frees them before gradients take as much, so the peak does not rise.
-    Parameters that a custom op reads are never in memory of the transport, because the op may use another stream.
+    default, few parameters are saved, and torch frees them before gradients take as much memory, so the peak does not
+    rise. Parameters that a custom op reads are never in memory of the transport, because the op may use another stream.
 
     Args:
         save_for_backward_bytes: most bytes to save. None, for a graph that computes the loss: the bytes of the largest

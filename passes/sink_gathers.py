@@ -6,13 +6,13 @@ from zcompile.graph.ops import GATHER, calls, chain
 
 
 def sink_gathers(graph: Graph) -> None:
-    """Place each gather and its chain directly before the first node that computes with it.
+    """Place each gather, with the views and casts of its result, directly before the first node that computes with it.
 
     Why: an unsharded parameter should live no longer than it is used. AOTAutograd places gathers where the model first
-    touches the parameter. `prefetch` later moves starts up again, by the time that the transfer takes.
+    touches the parameter. `prefetch` later moves starts to earlier places, by the time that the transfer takes.
 
-    How: go through the graph in order. Before each node outside all chains, place the links of chains that it needs,
-    unless they are already placed.
+    How: a gather and its views and casts are a chain (`chain` of graph/ops.py). Before each node outside of all chains,
+    in order, place the nodes of chains that it needs, unless they are already placed.
     """
     floating = {link for gather in calls(graph, GATHER) for link in chain(gather)}
     placed: set[Node] = set()

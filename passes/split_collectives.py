@@ -23,9 +23,9 @@ def split_collectives(graph: Graph) -> None:
 
     Why: later passes move start and wait apart, so that transfers overlap with compute.
 
-    How: the wait directly follows the start. The existing node becomes the wait, and the start gets its fake value, so
-    no reader and no storage changes for Inductor, which would otherwise infer all later nodes again. A `reduce_wait`
-    also takes the gradient, which keeps the gradient's memory alive until the transfer ends.
+    How: the existing node becomes the wait, so its readers keep their arguments. The start, directly before it, shares
+    its fake value, so no storage changes. Otherwise, Inductor would compute the fake values of all later nodes again. A
+    `reduce_wait` also takes the gradient, to keep the gradient's memory alive until the transfer ends.
     """
     for gather in calls(graph, GATHER):
         start = insert(graph, gather, GATHER_START, *gather.args, like=gather, fake=gather.meta["val"])

@@ -34,19 +34,19 @@ LOOKUPS = {aten.index.Tensor, aten.index_select.default, aten.embedding.default,
 
 
 def tag_recompute(graph: Graph, saves_readers: bool = True) -> None:
-    """Tag every gather and its chain to run again in backward.
+    """Tag every gather, with the views and casts of its result, to run again in backward.
 
-    Why: the partitioner would save them for backward otherwise, and a saved view pins the whole unsharded parameter.
+    Why: otherwise, the partitioner would save these for backward, and a saved view pins the whole unsharded parameter.
 
     How: the tag is that of activation checkpointing, in `meta["recompute"]`. Nodes computed from quantized parameters
     alone get it too, because a dequantized weight is wider than the gathered one. If backward does not read a parameter
-    (a bias, for example), its readers in forward are tagged to be saved: running one again would cost a gather for an
-    addition, and activation sizes, which may differ between ranks, would decide which gathers backward has. Users' own
-    tags of readers stay.
+    (a bias, for example), its readers in forward are tagged to be saved, for two reasons. To run such a reader again
+    would take a gather for a mere addition. And the partitioner would choose readers by activation sizes, which may
+    differ between ranks, and with them the gathers of backward. Users' own tags of readers stay.
 
     Args:
-        saves_readers: whether to tag such readers. If false, remove these tags: under an activation memory budget,
-            torch's partitioner decides by sizes.
+        saves_readers: whether to tag readers to be saved. If false, remove these tags: under an activation memory
+            budget, torch's partitioner decides by sizes.
     """
     for node in graph.nodes if not saves_readers else ():
         if node.meta.pop(SAVED_READER, False):
@@ -98,12 +98,12 @@ def save_readers_of_written(graph: Graph) -> None:
 
 
 def recompute_segments(segments: Sequence[Segment], stride: int) -> None:
-    """Tag the nodes of `segments` to run again in backward, and every `stride`-th of the cuts to be saved.
+    """Tag the nodes of `segments` to run again in backward, and save every `stride`-th cut.
 
-    Nodes with a user's tag keep it. Nodes that cannot safely run again are not tagged: random nodes; ops other than
-    torch's own, such as custom ops and collectives, which may have effects or state; nodes that write to their
-    arguments; nodes whose result has a data-dependent size, because other nodes refer to this size; and readers of
-    inputs that forward writes to, because backward would read the new value.
+    A cut is the activations between two segments ([Note: segments] in graph/segments.py). Users' tags stay. Nodes that
+    cannot safely run again are not tagged: random nodes; custom ops and collectives, which may have effects or state;
+    nodes that write to their arguments; nodes whose result has a data-dependent size, because other nodes refer to it;
+    and readers of inputs that forward writes to, because backward would read the new value.
     """
     changed = _readers_of_written(segments[0][0][0].graph) if segments else set()
     for i, (nodes, cut) in enumerate(segments):

@@ -93,9 +93,9 @@ def verify_widths(graph: Graph) -> None:
 
 
 def warn_over_budget(graph: Graph, gather_budget_bytes: int) -> None:
-    """Warn where unsharded parameters take more bytes than `ParamLifetimes.bound_bytes`.
+    """Warn if unsharded parameters exceed `gather_budget_bytes` by more than one transfer, or the inputs of one node.
 
-    It does not raise, because results are right and training can go on.
+    It does not raise, because results are right and training can go on. See `ParamLifetimes.bound_bytes`.
     """
     lifetimes = ParamLifetimes(graph)
     bound_bytes = lifetimes.bound_bytes(gather_budget_bytes)
