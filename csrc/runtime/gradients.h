@@ -26,7 +26,7 @@ inline at::Tensor alive(const WeakTensor& weak) {
 }
 
 // While microbatches accumulate, a reduce adds to the gradient of the microbatches before it, so that its reader need
-// not pass over both. A gradient is added to only if nobody dropped or exchanged it meanwhile, so it is held weakly.
+// not pass over both. The gradient is held weakly: a reduce must not add to one that the program dropped or replaced.
 class GradAccumulation {
  public:
   // The next reduce may add to `gradient`. `owner` has `gradient`, or what it is a piece of, as its .grad. Without one,

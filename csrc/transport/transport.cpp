@@ -1,4 +1,4 @@
-// What every transport reads of a parameter, and what it can do unless it knows something better.
+// The parts of parameters that transports read, and the default implementations of optional transfers.
 
 #include "transport/transport.h"
 

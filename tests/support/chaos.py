@@ -261,7 +261,7 @@ def expected(taken):
 
 
 def context(device="cpu"):
-    """Forks of a process that has imported everything. With triton it has used CUDA, which forks then refuse."""
+    """Ranks are forks of a process that has imported everything; on GPUs new processes, since CUDA refused forks."""
     if device == "cuda":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

@@ -63,7 +63,7 @@ def python_blocks(page: str) -> list[str]:
     return [block.text for block in blocks_of(page) if block.language == "python"]
 
 
-def commands_in_text(page: str) -> list[str]:
+def commands_of(page: str) -> list[str]:
     """The commands `zcompile COMMAND --option ...` of a page, in its sentences and in its `sh` blocks."""
     text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
     spans = [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]

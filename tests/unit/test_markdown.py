@@ -65,7 +65,7 @@ def test_files_that_are_named_exist(page):
 
 @pytest.mark.parametrize("page", [page for page in IDS if "lab" not in page])
 def test_commands_in_sentences_have_the_options_that_they_name(page):
-    for command in pages.commands_in_text(page):
+    for command in pages.commands_of(page):
         pages.check_commands(command)
 
 

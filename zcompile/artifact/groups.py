@@ -107,7 +107,7 @@ def with_places(code: str, groups: Groups) -> str:
         if isinstance(call, ast.Call) and op.startswith(COLLECTIVES) and ".wait_tensor" not in op:
             group = ast.literal_eval(call.args[-1])
             if group not in groups:
-                raise RuntimeError(f"it has a collective over process group {group!r}, of no mesh of a parameter.")
+                raise RuntimeError(f"it has a collective over process group {group!r}, which no parameter's mesh has.")
             text = str(ast.get_source_segment(code, call))
             saved = saved.replace(text, text.replace(repr(group), repr(groups[group])))
     return saved

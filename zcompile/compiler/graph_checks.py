@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from zcompile.graph.ops import GATHER, calls
 from zcompile.state.attributes import SHARDED
 
-Gathers = dict[int | None, Node]  # by what `_storage_of` says of their results
+Gathers = dict[int | None, Node]  # by `_storage_of` their results
 
 # torch's higher-order ops that decide, or repeat, what they call.
 CONTROL_FLOW_OPS = {"cond", "while_loop", "map", "map_impl", "scan", "associative_scan", "flex_attention"}

@@ -36,7 +36,7 @@ class Network:
 
 
 def network_of(gbit_s: float) -> Network:
-    """A NIC of so many Gb/s for each GPU, of which transfers reach 0.9."""
+    """Return the network of hosts that have a NIC of `gbit_s` Gb/s for each GPU. Transfers reach 0.9 of that rate."""
     return Network(bytes_s=0.9 * gbit_s * 1e9 / 8, latency_s=15e-6)
 
 
@@ -142,7 +142,7 @@ class Hosts:
         return self.itemsize * elements * (self.count - 1) // self.count if self.shards_states else 0
 
     def summed_bytes(self, elements: int) -> int:
-        """The same for its sums of gradients. HSDP gathers what `states="global"` leaves in pieces."""
+        """Bytes that a rank receives to sum gradients of its host shard. HSDP also gathers these sums over hosts."""
         return (4 if self.shards_states else 8) * elements * (self.count - 1) // self.count
 
 

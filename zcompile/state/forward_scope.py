@@ -136,8 +136,8 @@ def counting_call(
     Args:
         is_root: whether instances are models that `zcompile.shard` got and that have units (modules gathered at their
             call, in eager); see [Note: order of units] in units/order.py.
-        around: for a unit, or a module that calls units: `around(call, module, args, kwargs)` runs
-            `call(module, *args, **kwargs)`, and gathers before it and frees after it. None for other modules.
+        around: for blocks and units, and modules in or around one: `around(call, module, args, kwargs)` runs
+            `call(module, *args, **kwargs)`, for blocks and units between their gather and free. None for other modules.
     """
     # Dynamo traces the plain call, even if the module has a compiled call.
     traced_call = nn.Module._call_impl if base.__call__ is nn.Module.__call__ else base.__call__
