@@ -22,7 +22,7 @@ bool is_same(const WeakStorage& weak, const at::Tensor& tensor) {
   return storage && storage.get() == tensor.storage().unsafeGetStorageImpl();
 }
 
-// Flat bytes over memory that others own.
+// Returns a flat byte tensor that does not own its memory.
 at::Tensor bytes_at(void* address, size_t nbytes, c10::Device device) {
   return at::from_blob(address, {static_cast<int64_t>(nbytes)}, at::TensorOptions(device).dtype(at::kByte));
 }
@@ -73,7 +73,7 @@ void GraphPool::move_results(const Tensors& inputs, const Kept& kept) {
     if (!storage) continue;
     const auto held = of_inputs.find(storage.get());
     const auto by_inputs = held == of_inputs.end() ? 0 : static_cast<int64_t>(held->second.size());
-    if (result->holders() - 1 > by_inputs) move_out(*result);  // but for `storage` itself
+    if (result->holders() - 1 > by_inputs) move_out(*result);  // `storage` is one of the holders
   }
 }
 
@@ -86,13 +86,13 @@ CapturedGraph::CapturedGraph(
     transports_.emplace_back(model->transport());
   }
   Kept owned;
-  for (const auto& weak : pool_->results_) {  // of results that are gone, this graph may use the memory
+  for (const auto& weak : pool_->results_) {  // this graph may reuse the memory of results without references
     const auto result = weak.lock();
     if (!result) continue;
     if (result->holders() == 0) result->owner = at::Tensor();
     if (result->owner.defined()) owned[result->address] = result->nbytes;
   }
-  pool_->move_results({}, owned);  // results of replays, whose memory an earlier capture was given
+  pool_->move_results({}, owned);  // results whose memory an earlier capture has reused
   std::unordered_map<GraphPool::Result*, int64_t> of_inputs;
   std::vector<std::shared_ptr<GraphPool::Result>> results;
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -120,7 +120,7 @@ CapturedGraph::CapturedGraph(
       captured = input.read;
     }
   }
-  for (const auto& result : results) {  // a backward may use memory again that only its inputs have
+  for (const auto& result : results) {  // a backward may reuse results that only its inputs reference
     const bool is_given_up = is_backward && result && result->holders() <= of_inputs[result.get()];
     if (is_given_up) result->owner = at::Tensor();
   }
@@ -233,7 +233,7 @@ std::pair<CapturedGraph::Match, int64_t> CapturedGraph::start_replay(const Tenso
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (inputs_[i].is_copied) in_place[i].reset();
   }
-  // These may run out of memory, so they come before the effects.
+  // The next two calls may run out of memory, so they precede the effects, which cannot be undone.
   pool_->move_results(in_place, kept_);
   copy_inputs(inputs);
   for (const auto& weak : models_) {

@@ -1,19 +1,19 @@
-// The memory of a captured graph: the addresses of its inputs, and the results of replays that are still in use.
+// The memory that captured CUDA graphs read and write: their inputs, and results of replays that the program holds.
 //
 // [Note: results of replays]
-// Every replay writes its results to the addresses of the capture. So the next replay would overwrite results that the
-// program still holds. Therefore each replay returns new tensors over this memory, and the pool has weak references to
-// their storages. Before a replay of any graph of the pool, the results that still exist move to memory of torch's
-// allocator: their storages exchange their memory, and tensors and views over them stay valid. Usually few results
-// exist then, such as the loss of the previous step, and gradients to which the next microbatch adds.
+// Every replay writes its results to the same addresses, so the next replay would overwrite results that the program
+// still holds. Therefore each replay returns new tensors over this memory, and `GraphPool` has weak references to their
+// storages. Before a replay of any graph of the pool, it copies results that still exist to memory of torch's
+// allocator, and puts this memory into the same storages, so tensors and views stay valid. Usually few results still
+// exist, such as the loss of the last training step, and gradients to which the next microbatch adds.
 //
-// Results of forward that are inputs of backward do not move, and backward may reuse their memory. A forward may not
-// reuse the memory of its inputs, because the program may still read them. Results that existed during the capture of a
-// graph do not move either when it is replayed, because the capture could not reuse their memory.
+// A result of forward that only the inputs of backward reference is not copied, and backward may reuse its memory. A
+// forward may not reuse the memory of its inputs, because the program may still read them. Results that existed during
+// the capture of a graph are not copied when this graph is replayed, because its capture could not reuse their memory.
 //
 // [Note: inputs of a captured graph]
-// A replay reads an input in place, at its address in the capture, if the input had the same storage in all earlier
-// calls (as a parameter has), or if it is a result of the pool. Other inputs are first copied to memory of the graph.
+// A replay reads an input in place, at its address in the capture, if the input had the same storage in the call before
+// the capture (as a parameter has), or is a result of the pool. Other inputs are first copied to memory of the graph.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,13 +32,13 @@
 namespace zcompile {
 
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
-using Tensors = std::vector<std::optional<at::Tensor>>;  // empty: not a tensor
+using Tensors = std::vector<std::optional<at::Tensor>>;  // empty: the value is not a tensor
 
 // The results of all captured graphs of a device. The graphs share a memory pool.
 class GraphPool {
  public:
   using Kept = std::unordered_map<const void*, size_t>;  // address -> bytes of the result there
-  // Moves results that are referenced by more than `inputs` to memory of the allocator, except those in `kept`.
+  // Copies results that more than `inputs` reference to memory of the allocator, except those in `kept`.
   void move_results(const Tensors& inputs, const Kept& kept);
 
  private:
@@ -64,24 +64,25 @@ class CapturedGraph {
   using Kept = GraphPool::Kept;
 
  public:
-  // `models` own the parameters that the graph gathers and reduces. `in_place`: for each input, whether it had the same
-  // storage in all earlier calls.
+  // `models` own the parameters that the graph gathers and reduces. `in_place[i]`: whether input i had the same storage
+  // in the call before, so that replays may read it in place.
   CapturedGraph(
       std::shared_ptr<GraphPool> pool, const std::vector<std::shared_ptr<Model>>& models, const Tensors& inputs,
       const std::vector<bool>& in_place, bool is_backward);
-  // Moves results that still exist to memory of the allocator.
+  // Copies results that still exist to memory of the allocator.
   ~CapturedGraph();
   CapturedGraph(const CapturedGraph&) = delete;
   CapturedGraph& operator=(const CapturedGraph&) = delete;
 
-  // Prepares the models for a capture. `before` was recorded in an uncaptured call of them. Refreshes stale cached
-  // shards, and makes the current stream wait for all work of transports; the capture's stream must wait for it.
+  // Calls the effects in `before`, recorded in an uncaptured call of the code: device work that cannot be captured.
+  // Then makes the current stream wait for all transfers; the caller must make the capture's stream wait for the
+  // current one.
   void prepare_capture(const HostRecording& before);
   // Returns the inputs with which to call the code for the capture. Called once.
   Tensors inputs();
-  // Called at the beginning of the capture of the current stream. Starts to record effects on the host.
+  // Called when the capture of the current stream has begun. Starts to record the host work of ops (host_effects.h).
   void start_capture();
-  // Called while the stream is still captured, also after an exception.
+  // Ends the recording. Called while the stream is still captured, also after an exception.
   void end_capture();
   void keep_results(const Tensors& results);
   // `graph` is the driver's executable graph, as a number; 0 on a CPU.
@@ -89,11 +90,11 @@ class CapturedGraph {
   // Called after an exception, when the capture of the stream has ended.
   void abandon_capture();
 
-  // Whether a graph can be replayed with its inputs. kOtherMemory: an input that is read in place has another address.
-  // kOtherStaging: gradients would be pushed to other staging of a transport, see Transport::reduced_pieces.
+  // Whether the graph can be replayed with given inputs, or why not. kOtherMemory: an input that it reads in place has
+  // another address. kOtherStaging: its reduces need other staging buffers; see Transport::reduced_pieces.
   enum class Match { kYes, kOtherMemory, kOtherShape, kOtherStaging, kModelGone };
-  // Prepares a replay if the match is kYes; otherwise has no effect. Returns with kOtherMemory the index of the first
-  // such input. Throws the errors that the graph's ops would. Not needed for the first replay, after the capture.
+  // If `inputs` match, prepares a replay; otherwise has no effect. The second result is the index of the first input
+  // that differs, or -1. Throws errors that the graph's ops would. Not called for the first replay, after the capture.
   std::pair<Match, int64_t> start_replay(const Tensors& inputs);
   // Returns the results of the last replay. Called once for each replay.
   Tensors results();
@@ -109,7 +110,7 @@ class CapturedGraph {
   };
   struct Output {
     bool is_tensor = false;
-    int64_t input = -1;  // index of the input whose storage it has; -1: none
+    int64_t input = -1;  // index of the input whose storage this result has; -1: none
     int64_t storage = -1;  // index in storages_; -1: none
     std::vector<int64_t> sizes, strides;
     int64_t offset = 0;
@@ -135,16 +136,16 @@ class CapturedGraph {
   Tensors given_;  // the inputs of the current replay, until results()
 };
 
-// Ends HostEffects::observe() after a call of code that gathers and reduces parameters of `models`.
+// Ends HostEffects::observe(). Returns the effects of the code that ran, which gathers and reduces for `models`.
 HostRecording stop_observing(const std::vector<std::shared_ptr<Model>>& models);
 // Whether `observed` was recorded with the current transports of `models`.
 bool is_of(const HostRecording& observed, const std::vector<std::shared_ptr<Model>>& models);
 
-// Whether a replay would repeat everything that the host does for the ops of `model`: the model caches no microbatches,
-// defers no reduces, collects no squares of gradients, and records no gathers.
+// Whether a replay would repeat all that the host does for the ops of `model`. It would not while the model caches
+// microbatches, defers reduces, keeps transfers in flight, or records gathers or squares of gradients.
 bool may_replay(const Model& model);
 
-// Finds for each input of a piece of code whether it had the same storage and address in all calls so far.
+// Finds for each input of compiled code whether it had the same storage and address in the last two calls.
 class LastingInputs {
  public:
   void note(const Tensors& inputs);
@@ -155,7 +156,7 @@ class LastingInputs {
   std::vector<WeakStorage> storages_;
   std::vector<const void*> addresses_;  // unsharded parameters of a unit keep their storage, but not their memory
   std::vector<bool> lasting_;
-  std::unordered_set<int64_t> forgotten_;  // indices of inputs that changed later
+  std::unordered_set<int64_t> forgotten_;  // indices of inputs that changed after a capture
 };
 
 }  // namespace zcompile

@@ -29,11 +29,11 @@ namespace {
 
 std::atomic<std::thread::id> thread_inside;
 
-// Around the start of each transfer: sharded models run from one thread at a time. Two threads that start transfers at
-// once would do so in another order on each rank. NCCL and FSDP2 ask for one order, too, and do not check.
+// Held while a transfer starts. Throws if another thread holds it, because two threads would start transfers in a
+// different order on each rank. NCCL and FSDP2 need the same order on all ranks too, and do not check it.
 class OneThread {
  public:
-  // Throws if another thread is inside. `param` is for the message.
+  // `param` and `rank` are for the error.
   OneThread(const std::string& param, int64_t rank) {
     auto none = std::thread::id();
     if (thread_inside.compare_exchange_strong(none, std::this_thread::get_id())) return;
@@ -55,11 +55,11 @@ const char* short_name(at::ScalarType dtype) {
   }
 }
 
-// A range of a profiler, such as `zcompile::gather blocks.0.up.weight (bf16, 112.0 MiB)`. Costs nothing while no
-// profiler records.
+// A named range in the trace of torch.profiler, such as `zcompile::gather blocks.0.up.weight (bf16, 112.0 MiB)`. Costs
+// nothing while no profiler records.
 class ProfilerRange {
  public:
-  // `moved_bytes`: if they are not those of all that the parameters have.
+  // `moved_bytes`: the bytes in the name; default: those of all `params` in `dtype`.
   ProfilerRange(
       const char* op, c10::ArrayRef<ParamState*> params, at::ScalarType dtype,
       std::optional<int64_t> moved_bytes = std::nullopt)
@@ -80,7 +80,7 @@ class ProfilerRange {
   at::RecordFunction function_;
 };
 
-// The model of all these, which is told that it gathers or reduces.
+// Returns the model of all `params`, after a call of its note_backward().
 Model& model_of(c10::ArrayRef<ParamState*> params) {
   auto& model = *params.front()->model;
   for (const auto* param : params) {
@@ -96,7 +96,7 @@ void wait_for(const InFlight& in_flight, const Model& model, const char* op) {
   } catch (const pybind11::error_already_set&) {  // Ctrl-C
     throw;
   } catch (const std::exception& error) {
-    for (const auto& order : model.orders()) order->check();  // why it did not come, if that is known
+    for (const auto& order : model.orders()) order->check();  // throws a better error if ranks are known to differ
     TORCH_CHECK(
         false, "zcompile::", op, ": rank ", model.rank(), " did not get '",
         in_flight.param ? in_flight.param->name : "", "' from other ranks: a rank stopped. ", message_of(error));
@@ -115,7 +115,7 @@ void wait_for(const at::Tensor& destination, const char* op) {
 
 struct Unsharded {
   at::Tensor tensor;
-  at::Tensor padded;  // all of its storage, flat: padded to equal pieces, so that one collective serves all sizes
+  at::Tensor padded;  // its whole storage, flat, padded to equal pieces, so that one collective serves all sizes
 };
 
 Unsharded make_unsharded(const ParamState& param, at::ScalarType dtype, bool only_read) {
@@ -131,22 +131,23 @@ Unsharded make_unsharded(const ParamState& param, at::ScalarType dtype, bool onl
   return {padded.narrow(0, 0, param.numel).view(param.shape), padded};
 }
 
-// `tensor` in row-major memory. Not by view(): contiguous() keeps odd strides of dimensions of size 1 and of empty
-// tensors, and those cannot be viewed as bytes.
+// Returns the elements of `tensor` as a flat tensor. Does not use view(): contiguous() keeps odd strides of empty
+// tensors and of dimensions of size 1, and a tensor with such strides cannot be viewed as bytes.
 at::Tensor as_flat(const at::Tensor& tensor) { return tensor.contiguous().as_strided({tensor.numel()}, {1}); }
 
-// Flat, in the dtype that travels.
+// Returns `grad`, flat, in the dtype in which it is transferred.
 at::Tensor as_wire(const Transport& transport, const ParamState& param, const at::Tensor& grad) {
   TORCH_CHECK(
       grad.sizes() == at::IntArrayRef(param.shape), "zcompile::reduce: the gradient of '", param.name, "' has shape ",
       grad.sizes(), ", the parameter ", at::IntArrayRef(param.shape));
   TORCH_CHECK(
-      param.shard.element_size() > 1, "zcompile::reduce: the parameter '", param.name, "' is of dtype ",
-      param.shard.scalar_type(), " on rank ", param.model->rank(), ", in which nothing is trained: freeze it");
+      param.shard.element_size() > 1, "zcompile::reduce: the parameter '", param.name, "' has dtype ",
+      param.shard.scalar_type(), " on rank ", param.model->rank(),
+      ", which cannot have gradients: set its requires_grad to False");
   return as_flat(grad.to(transport.wire_dtype(param, grad.scalar_type())));
 }
 
-// What the reduce that makes `gradient` adds to, and where it adds up squares.
+// Returns the tensors to which the reduce with the result `gradient` adds its mean and the squares of its result.
 ReduceExtras make_extras(ParamState& param, const at::Tensor& gradient) {
   ReduceExtras extras;
   extras.base = param.accumulation.start_reduce(gradient);
@@ -154,7 +155,7 @@ ReduceExtras make_extras(ParamState& param, const at::Tensor& gradient) {
   return extras;
 }
 
-// `dtypes`: in which each travels.
+// `dtypes[i]`: the dtype in which params[i] is transferred.
 std::vector<at::Tensor> start_gather(
     c10::ArrayRef<ParamState*> params, c10::ArrayRef<at::ScalarType> dtypes, bool only_read) {
   auto& model = model_of(params);
@@ -167,7 +168,7 @@ std::vector<at::Tensor> start_gather(
   std::vector<at::Tensor> results;
   c10::SmallVector<GatherRequest, 1> requests;
   for (size_t i = 0; i < params.size(); ++i) {
-    std::optional<ProfilerRange> range_of_param;  // of a group: what its memory is for
+    std::optional<ProfilerRange> range_of_param;  // names one parameter of a group when its memory is allocated
     if (params.size() > 1) range_of_param.emplace("gather", params[i], dtypes[i]);
     auto [unsharded, padded] = make_unsharded(*params[i], dtypes[i], only_read);
     results.push_back(std::move(unsharded));
@@ -240,8 +241,8 @@ void gather_wait(const at::Tensor& unsharded) { wait_for(unsharded, "gather_wait
 
 namespace {
 
-// Whether the backward that runs here accumulates into the leaf of `param`, or returns its gradient. One of inputs
-// alone (`autograd.grad(loss, x)`) does neither, though compiled code reduces in it.
+// Whether the current backward accumulates into the leaf of `param`, or returns its gradient. A backward of inputs
+// alone (`autograd.grad(loss, x)`) does neither, but compiled code still reduces the gradient in it.
 bool takes_gradient(const ParamState& param) {
   const auto* executed = torch::autograd::get_current_graph_task_exec_info();
   if (executed == nullptr || executed->empty()) return true;
@@ -250,16 +251,16 @@ bool takes_gradient(const ParamState& param) {
   return found != executed->end() && found->second.should_execute();
 }
 
-// A zero-bubble pipeline runs a backward of inputs, which keeps the graph, and then asks model.parameters() for their
-// gradients. Compiled code has another leaf, whose gradients it would not find.
+// Throws in the first half of a split backward: a zero-bubble pipeline runs backward for inputs alone, keeps the graph,
+// and later asks for gradients of DTensors. Compiled code reads leaves, so it would not give these gradients.
 void refuse_split_backward(const Model& model, const ParamState& param) {
   const bool is_split = model.is_caching() && !model.keeps_in_flight() && in_backward() &&
                         torch::autograd::get_current_graph_task_keep_graph() && !takes_gradient(param);
   TORCH_CHECK(
-      !is_split, "zcompile: a split backward, of inputs alone with its graph kept, came to parameter '", param.name,
+      !is_split, "zcompile: a split backward (of inputs alone, with retain_graph=True) reached parameter '", param.name,
       "' on rank ", model.rank(),
-      " inside of zcompile.accumulate. Compiled code has no gradients of parameters apart: run a zero-bubble pipeline "
-      "in eager.");
+      " inside of zcompile.accumulate. Compiled code cannot compute gradients of parameters later: run a zero-bubble "
+      "pipeline in eager.");
 }
 
 void note_reduces(Model& model, c10::ArrayRef<ParamState*> params) {
@@ -269,10 +270,10 @@ void note_reduces(Model& model, c10::ArrayRef<ParamState*> params) {
   }
 }
 
-// Adds to what is unreduced, at the width of the main parameter. Zeros stand in for what the reduce would give.
+// Adds `grad` to the unreduced gradients, in the main parameter's dtype. Returns zeros in place of a reduced gradient.
 at::Tensor defer_reduce(const Model& model, ParamState* param, const at::Tensor& grad) {
   if (!model.keeps_in_flight() && !takes_gradient(*param)) {
-    // Nobody reads it.
+    // Backward drops this gradient.
   } else if (param->unreduced.defined()) {
     param->unreduced.add_(grad);
   } else {
@@ -355,7 +356,7 @@ at::Tensor reduce_rows_start(
     return defer_reduce(model, param, dense);
   }
   note_reduces(model, param);
-  const auto flat = flat_indices(indices).clone();  // compiled code may use their memory again before they are read
+  const auto flat = flat_indices(indices).clone();  // compiled code may reuse their memory before the read
   const auto rows = as_flat(grad).view({flat.numel(), columns_of(*param)});
   const auto wire = transport->wire_dtype(*param, dtype);
   const auto wire_bytes = rows.numel() * static_cast<int64_t>(c10::elementSize(wire));

@@ -1,4 +1,4 @@
-// What the runtime remembers of a parameter's gradients, from one reduce to the next.
+// The gradient of a parameter between reduces: the tensor to which the next reduce adds, and its sum of squares.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,34 +10,35 @@
 
 namespace zcompile {
 
-// A tensor that something else owns.
+// A weak reference to a tensor.
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl>;
 
-// An undefined tensor gives a pointer to none.
+// Returns an empty reference for an undefined tensor.
 inline WeakTensor weak_of(const at::Tensor& tensor) {
   if (!tensor.defined()) return WeakTensor(c10::intrusive_ptr<c10::TensorImpl>());
   return WeakTensor(tensor.getIntrusivePtr());
 }
 
-// Undefined if it is gone.
+// Returns the tensor; undefined if it was freed.
 inline at::Tensor alive(const WeakTensor& weak) {
   auto tensor = weak.lock();
   return tensor ? at::Tensor(std::move(tensor)) : at::Tensor();
 }
 
-// While microbatches accumulate, a reduce adds to the gradient of the microbatches before it, so that its reader need
-// not pass over both. The gradient is held weakly: a reduce must not add to one that the program dropped or replaced.
+// In `zcompile.accumulate`, a reduce adds its mean to the gradient of earlier microbatches, which saves a pass over
+// both. The reference to this gradient is weak: if the program drops or replaces the gradient, the reduce must not add
+// to it.
 class GradAccumulation {
  public:
-  // The next reduce may add to `gradient`. `owner` has `gradient`, or what it is a piece of, as its .grad. Without one,
-  // the gradient counts as long as anybody holds it.
+  // Lets the next reduce add to `gradient`, which is the .grad of `owner` or its local tensor, if `owner` still has
+  // this .grad then. Without `owner`, the reduce adds to `gradient` if any reference to it exists.
   void accumulate_onto(const at::Tensor& gradient, const std::optional<at::Tensor>& owner);
 
-  // What the reduce that makes `result` adds to, flat, or an undefined tensor. Outside of backward there is nothing.
-  // Asked for once: the next reduce has no base, unless accumulate_onto() is called again.
+  // Returns the gradient, flat, to which the reduce with the result `result` must add. Undefined if there is none, or
+  // outside of backward. Later reduces add to nothing, unless accumulate_onto() is called again.
   at::Tensor start_reduce(const at::Tensor& result);
 
-  // What the reduce of the backward that runs here began from; asked for once, when its result arrives.
+  // Returns, once, the gradient to which the last reduce added, if that reduce ran in the current backward.
   std::optional<at::Tensor> take_base();
   bool has_base() const { return base_.gradient.defined(); }
 
@@ -46,14 +47,14 @@ class GradAccumulation {
  private:
   // The gradient to which the next reduce may add.
   struct Accumulated {
-    at::Tensor owner;  // whose .grad is `whole`; undefined: only `gradient` tells
+    at::Tensor owner;  // its .grad must still be `whole`; undefined: not checked
     WeakTensor whole = weak_of({});
-    WeakTensor gradient = weak_of({});  // this rank's piece
+    WeakTensor gradient = weak_of({});  // the local tensor of `whole`
 
-    at::Tensor get() const;  // undefined if there is none any more
+    at::Tensor get() const;  // undefined if it was dropped or replaced
   };
 
-  // The gradient that a reduce began from, until its result is delivered.
+  // The gradient to which a reduce added, until take_base().
   struct Base {
     at::Tensor gradient;
     int64_t backward = -1;  // autograd's number of the backward that the reduce ran in
@@ -68,18 +69,18 @@ class GradSquares {
  public:
   explicit GradSquares(const at::Tensor& shard);
 
-  // Returns the fp64 tensor to which the reduce that makes `gradient` shall add squares.
+  // Returns the fp64 tensor to which the reduce with the result `gradient` must add the squares of its elements.
   at::Tensor start_reduce(const at::Tensor& gradient);
   // Returns the fp64 tensor whose elements add up to the sum of squares of `gradient`. Empty unless `gradient` is the
-  // result of the only reduce since clear(). The caller must know that nothing has written to `gradient` since.
+  // result of the only reduce since clear(). The caller must ensure that nothing has written to `gradient` since.
   std::optional<at::Tensor> squares_of(const at::Tensor& gradient) const;
-  // Forgets the reduces. Returns the tensor that the caller must set to zero; empty if there was no reduce.
+  // Begins again. Returns the tensor of squares, which the caller must set to zero; empty if no reduce added to it.
   std::optional<at::Tensor> clear();
 
  private:
-  at::Tensor partial_;  // fp64, to be added up
-  int64_t reduces_ = 0;  // that added to them
-  c10::weak_intrusive_ptr<c10::StorageImpl> gradient_;  // of the last one
+  at::Tensor partial_;  // fp64 partial sums of squares
+  int64_t reduces_ = 0;  // number of reduces that added to `partial_`
+  c10::weak_intrusive_ptr<c10::StorageImpl> gradient_;  // the result of the last reduce
   int64_t numel_;
 };
 

@@ -15,7 +15,7 @@ namespace zcompile {
 
 namespace {
 
-// Of host shards that are gathered together, so that the first read waits for no more.
+// Most bytes of host shards in one transfer, for all of which the first gather that reads one of them waits.
 constexpr int64_t bucket_bytes = 64 << 20;
 
 int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
@@ -38,7 +38,7 @@ void HostShards::add(ParamState& param, std::optional<at::ScalarType> dtype) {
   host.piece.numel = numel;
   host.piece.replicated = param.replicated;
   host.piece.shape = {numel};
-  if (numel > 0 && !param.replicated) {  // rows are not cut
+  if (numel > 0 && !param.replicated) {  // a piece has whole rows
     const auto row = param.numel / param.shape.front();
     host.piece.chunk = (numel / row + world() - 1) / world() * row;
   }
@@ -50,7 +50,7 @@ void HostShards::add(ParamState& param, std::optional<at::ScalarType> dtype) {
       param.shard.numel(), " elements on host ", rank(), ", not ", host.piece.length_of(rank()));
 }
 
-// Memory for the host shard, which stays where it is unless the main parameter gets another dtype or device.
+// Allocates memory for the host shard, unless it already has memory of the right dtype and device.
 void HostShards::make_room(ParamState& param) {
   auto& [piece, dtype, padded, arriving, version, is_stale, is_reduced, takes_sum] = *param.host;
   piece.shard = param.shard;
@@ -78,7 +78,7 @@ void HostShards::gather() {
     auto& host = *param->host;
     const auto version = param->main_param_version();
     if (!host.is_stale && version == host.version) continue;
-    wait(*param);  // for a gather that nothing read, before its memory is written again
+    wait(*param);  // an earlier gather, which nothing has read, must end before its memory is written
     make_room(*param);
     host.is_stale = host.is_reduced = false;
     host.version = version;

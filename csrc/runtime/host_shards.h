@@ -1,18 +1,18 @@
 // Parameters that are gathered inside of a host, and whose main parameters are sharded over all hosts.
 //
 // [Note: host shards]
-// With `shard(states="global")`, ranks form a mesh (host, gpu). Main parameters and states of optimizers are sharded
-// over all of them, as in ZeRO-3; a step gathers parameters and reduces gradients inside of a host, as in HSDP. A
-// rank's *host shard* is its shard among the ranks of its host, in the dtype of gathers. Transports read it in place of
-// the main parameter. Ranks with the same gpu coordinate all-gather it over hosts, from their main parameters.
+// With `shard(states="global")`, ranks form a mesh (host, gpu). Main parameters and optimizer states are sharded over
+// all ranks, as in ZeRO-3, but forward and backward gather parameters and reduce gradients inside of a host, as in
+// HSDP. So each rank has a *host shard*: its shard if the parameter were sharded over this host's ranks alone, in the
+// dtype of gathers. Ranks with the same gpu coordinate get it by an all-gather of their main parameters over hosts.
 //
-// Two transfers cross hosts. First, if main parameters may have changed, their host shards are stale, and are gathered
-// together: right after an optimizer step, else at the first gather that reads one of them. A gather waits for the host
-// shards that it reads. Second, each reduce sums over the ranks of a host, which gives a tensor of the host shard's
-// shape, and ends with a reduce-scatter of these sums over hosts. `accumulate` may defer the reduce-scatter to its end.
+// Two transfers cross hosts. The first is the all-gather of stale host shards, whose main parameters may have changed:
+// all of them at once, after an optimizer step, else at the first gather that reads a stale one. The second ends each
+// reduce: the ranks of a host sum their gradients, and then reduce-scatter these sums over hosts. `zcompile.accumulate`
+// may defer the reduce-scatter.
 //
-// Fused optimizers and writes through .data move no version counter (see schedule/staleness.h of p2p). So a host shard
-// is stale, too, when a backward has reduced its gradient; inside of `accumulate`, when the block ends.
+// Fused optimizers and writes through .data do not increase version counters. So a host shard also becomes stale at the
+// end of a backward that reduced its gradient; in `zcompile.accumulate`, at the end of the `with` block.
 #pragma once
 
 #include <c10/util/ArrayRef.h>
@@ -31,40 +31,42 @@ namespace zcompile {
 
 struct HostShard {
   ShardedParam piece;  // the host shard as a parameter whose shard is the main parameter
-  std::optional<at::ScalarType> dtype;  // of the host shard; none: the dtype of the main parameter
+  std::optional<at::ScalarType> dtype;  // of the host shard; none: that of the main parameter
   at::Tensor padded;  // the host shard, flat, padded to pieces of equal size
   std::shared_ptr<SharedTransfer> arriving;  // the gather in flight, if there is one
   uint64_t version = 0;  // of the main parameter when it was gathered
-  bool is_stale = true;  // also if the version is the same
+  bool is_stale = true;  // even if `version` is up to date
   bool is_reduced = false;  // its gradient was reduced, so the optimizer will change the main parameter
-  bool takes_sum = true;  // of a reduce that runs: see note_reduce
+  bool takes_sum = true;  // of the current reduce: see note_reduce
 };
 
-// The host shards of one model, and its transfers between the ranks that have the same gpu coordinate on each host. The
-// methods are collective calls of these ranks, for the same parameters.
+// The host shards of one model, and the transfers between hosts. All ranks with the same gpu coordinate must call each
+// method, for the same parameters.
 class HostShards : public TransportContext {
  public:
-  // `model` owns this. Its group `replicate` has a rank of each host.
+  // `model` owns this object. The model's process group `replicate` has one rank of each host.
   explicit HostShards(TransportContext& model);
 
-  // The main parameter of `param` is a piece of a host shard from now on, which is kept in `dtype`.
+  // Adds a host shard, in `dtype`: the main parameter of `param` is this host's piece of it.
   void add(ParamState& param, std::optional<at::ScalarType> dtype);
   // Marks the host shards of `params` stale, because their main parameters changed.
   void expire(c10::ArrayRef<ParamState*> params);
-  // An optimizer has changed the main parameters of `stepped`. Starts to gather all host shards that are stale.
+  // Called after an optimizer changed the main parameters of `stepped`. Starts to gather all stale host shards.
   void gather_after_step(c10::ArrayRef<ParamState*> stepped);
-  // Lets the current stream, or the host, wait for those of `params`. Gathers stale ones first.
+  // Makes the current stream, or a CPU, wait for the host shards of `params`. If one is stale, first gathers all stale
+  // ones.
   void ready(c10::ArrayRef<ParamState*> params);
   void ready_all() { ready(params_); }
 
-  // A gradient is about to be reduced. `takes_sum`: whether it counts, where sums over hosts are deferred.
+  // Called before a reduce. `takes_sum`: whether to keep a deferred sum over hosts; false if backward drops the
+  // gradient.
   void note_reduce(ParamState& param, bool takes_sum);
-  // A backward, or a block of microbatches, has ended. Parameters with reduced gradients will change.
+  // Marks host shards with reduced gradients stale. Called at the end of a backward, or of `zcompile.accumulate`.
   void expire_reduced();
-  // Gradients from deferred sums over the ranks of this host; none stands for zeros.
+  // Reduce-scatters deferred `sums`, over the ranks of this host, over hosts. An empty sum stands for zeros.
   std::vector<at::Tensor> reduce_deferred(
       c10::ArrayRef<ParamState*> params, const std::vector<std::optional<at::Tensor>>& sums);
-  // The last part of a reduce: fills `out`, shaped like the main parameter, from a sum, or defers that.
+  // Ends a reduce: reduce-scatters `sum` over hosts into `out`, shaped like the main parameter, or defers this.
   void reduce_or_defer(ParamState& param, const at::Tensor& sum, at::Tensor out, const ReduceExtras& extras);
 
  private:

@@ -15,7 +15,7 @@ const c10::StorageImpl* key_of(const at::Tensor& destination) { return destinati
 void SharedTransfer::wait() {
   std::call_once(waited_, [this] {
     transfer_->wait();
-    transfer_.reset();  // it may hold the tensors of all
+    transfer_.reset();  // frees tensors that it may hold
   });
 }
 
@@ -53,14 +53,14 @@ void InFlightTable::abandon(const std::weak_ptr<Model>& model) {
       if (in_flight.transfer) in_flight.transfer->wait();
     } catch (const pybind11::error_already_set&) {  // Ctrl-C
       throw;
-    } catch (const std::exception&) {  // whoever waited for the same rank was told
+    } catch (const std::exception&) {  // the program has already got an error
     }
   }
 }
 
 void InFlightTable::forget(const std::weak_ptr<Model>& model) { take_all_of(model, /*with_kept=*/true); }
 
-// Compares owners, and shares no model: the lock must not be held when one ends.
+// Does not lock() the weak pointers: if a model ended here, ~Model would take the same mutex.
 std::vector<InFlight> InFlightTable::take_all_of(const std::weak_ptr<Model>& model, bool with_kept) {
   std::vector<InFlight> taken;
   std::lock_guard lock(mutex_);

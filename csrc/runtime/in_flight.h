@@ -15,8 +15,8 @@
 
 namespace zcompile {
 
-// A transfer of several tensors, each with a wait of its own. The first wait is for all tensors, and on GPU blocks only
-// the stream that is current then. That suffices, since only compiled code groups transfers, and it uses one stream.
+// One transfer of several tensors, with a wait for each. The first wait waits for all tensors; on a GPU, only the
+// current stream waits. This suffices, because callers wait for all tensors of a transfer on the same stream.
 class SharedTransfer {
  public:
   SharedTransfer(std::shared_ptr<Transport> transport, std::unique_ptr<Transfer> transfer)
@@ -40,21 +40,21 @@ struct InFlight {
   bool is_kept = false;  // `abandon` leaves it, because its starter will wait for it
 };
 
-// A table by the storage of the destination. It is global to the process, because a wait gets only a tensor.
+// All transfers in flight, by the storage of their destination. Global, because a wait op gets only a tensor.
 class InFlightTable {
  public:
   static InFlightTable& instance();
 
   void start(InFlight in_flight);
-  // Removes a transfer and returns it with its model, which the transfer may use. Empty if there is none, or if its
-  // model is being destroyed.
+  // Removes the transfer into `destination`, and returns it with its model, which the transfer may use. Empty if there
+  // is none, or if its model is being destroyed.
   std::optional<std::pair<std::shared_ptr<Model>, InFlight>> finish(const at::Tensor& destination);
-  // Lets the runtime cache `unsharded` when it arrives.
+  // Lets gather_wait put `unsharded` into the microbatch cache.
   void cache_on_arrival(const at::Tensor& unsharded, ParamState* param);
-  // Waits for and removes transfers left by a step that raised; not those with `is_kept`.
+  // Waits for and removes transfers that a forward or backward left when it raised; not those with `is_kept`.
   void abandon(const std::weak_ptr<Model>& model);
-  // Removes the transfers of a model that is being destroyed, without a wait, because a wait may be a collective in
-  // which other ranks do not take part. Running transfers keep their memory.
+  // Removes the transfers of a model that is being destroyed. Does not wait for them, because a wait may start a
+  // collective (HSDP's sum over replicas) that other ranks do not start. Transfers that still run keep their memory.
   void forget(const std::weak_ptr<Model>& model);
 
  private:

@@ -9,8 +9,8 @@ namespace zcompile {
 
 struct ParamState;
 
-// The budget of a model's cached parameters. Parameters are cached in the order in which their gathers end, until the
-// budget is spent. An entry is valid as long as the version counter of its main parameter does not change.
+// A model's microbatch cache. It keeps unsharded parameters, in the order in which their gathers end, until its budget
+// of bytes is spent. An entry is valid until the version counter of its main parameter changes.
 class MicrobatchCache {
  public:
   bool is_on() const { return is_on_; }

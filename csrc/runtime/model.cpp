@@ -186,7 +186,7 @@ void Model::accumulate_onto(int64_t index, const at::Tensor& gradient, const std
 
 std::optional<at::Tensor> Model::take_unreduced(int64_t index) {
   auto sum = std::exchange(state(index).unreduced, {});
-  if (sum.defined() && sum.is_cuda()) {  // peer to peer, the memory of sums over a host is of the transport's stream
+  if (sum.defined() && sum.is_cuda()) {  // over p2p, a sum over a host was allocated on the transport's stream
     sum.record_stream(c10::impl::VirtualGuardImpl(sum.device().type()).getStream(sum.device()));
   }
   return sum.defined() ? std::make_optional(std::move(sum)) : std::nullopt;
@@ -217,7 +217,7 @@ void Model::note_backward() {
     if (backward_id_ == id) return;
     backward_id_ = id;
   }
-  // Of a forward or backward that raised: a graph waits for all it starts.
+  // These transfers are from a forward or backward that raised: a graph that ends waits for all that it starts.
   InFlightTable::instance().abandon(weak_from_this());
   if (id == -1) return;
   torch::autograd::Engine::get_default_engine().queue_callback(

@@ -1,4 +1,4 @@
-// The sharded parameters of one model and what happened to them. Two models never meet. Owned by shared pointers.
+// The sharded parameters of one model, with their transport and counts. Models share no state unless they join().
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,10 +29,10 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   ~Model() override;
 
   // `leaf` is the autograd leaf over the shard; see [Note: who owns a model] in param_state.h.
-  int64_t add(ParamState param, const at::Tensor& leaf);  // its index
-  // Lets main parameters be spread over hosts; see host_shards.h.
+  int64_t add(ParamState param, const at::Tensor& leaf);  // returns its index
+  // Lets main parameters be sharded over hosts; see host_shards.h.
   void spread_over_hosts() { host_shards_ = std::make_unique<HostShards>(*this); }
-  HostShards* host_shards() { return host_shards_.get(); }  // none: they are not
+  HostShards* host_shards() { return host_shards_.get(); }  // null: main parameters are not sharded over hosts
   // See HostShards; parameters by index.
   void add_host_shard(int64_t index, std::optional<at::ScalarType> dtype) { host_shards_->add(state(index), dtype); }
   void gather_host_shards(const std::vector<int64_t>& stepped) { host_shards_->gather_after_step(states(stepped)); }
@@ -41,28 +41,30 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
     return host_shards_->reduce_deferred(states(indices), sums);
   }
   void replace(int64_t index, const at::Tensor& leaf);
-  // `main_params` are tensors other than the shard through which users may write to it.
+  // Watches the version counters of `main_params`, the tensors through which users may write to the shard.
   void watch(int64_t index, const std::vector<at::Tensor>& main_params);
-  // `parameter` is what users see of the shard: a DTensor, to which an assignment to `.data` gives another storage, and
-  // the shard keeps its values. No reference to it stays: torch exchanges no tensor that somebody refers to.
+  // Lets assigned_data() find an assignment to `.data` of `parameter`, the DTensor that users see, which does not reach
+  // the shard. Keeps no reference to the DTensor, because torch.utils.swap_tensors refuses tensors with other
+  // references.
   void guard_data(int64_t index, const at::Tensor& parameter) { state(index).guarded = parameter.storage(); }
-  // The first of `parameters`, by index, to whose `.data` somebody has assigned since; -1: none.
+  // Returns the index of the first of `parameters` whose `.data` was assigned to since guard_data(), or -1.
   int64_t assigned_data(at::TensorList parameters) const;
-  // From now on, the main parameter lies in `host`, pinned if the shard is on a GPU, with the values that `host` has.
-  // Every tensor over the shard's storage follows: kernels and copies of the device reach it over the link, at the
-  // host's address. Gathers in the dtype of `narrow`, which has the same values on the device, read that.
+  // Moves the main parameter to the memory of `host`, which already has its values and is pinned if the shard is on a
+  // GPU. All tensors over the shard's storage then use this memory; the GPU reads it over PCIe or NVLink-C2C. Gathers
+  // in the dtype of `narrow` read `narrow`, a copy of the values on the GPU, instead.
   void move_to_host(int64_t index, const at::Tensor& host, const at::Tensor& narrow);
-  // A step has written such main parameters and their narrow shards: other copies of them are stale.
+  // Called after an optimizer wrote main parameters in host memory and their narrow shards: makes other copies stale.
   void finish_host_step(const std::vector<int64_t>& indices);
   // The dtypes in which a parameter was gathered so far.
   const std::set<at::ScalarType>& gathered_in(int64_t index) { return state(index).gathered_in; }
-  // Whether the shard is not to be gathered, because modules have the whole parameter.
+  // `forbid`: lets gathers of the parameter throw, because modules hold it unsharded inside of zcompile.unshard.
   void forbid_gathers(int64_t index, bool forbid) { state(index).is_whole = forbid; }
-  // `name`: "c10d", "p2p" (made by all ranks together), "p2p in step" or "loopback"; "late ..." and "delayed ..." wrap
-  // one of them. Throws ValueError if this build has none of that name.
+  // `name`: "c10d"; "p2p" (a collective call); "p2p in step", with a barrier before transfers of two ranks too;
+  // "loopback"; or, for tests, one of these after "late " or "delayed ". Throws ValueError if this build lacks the
+  // transport.
   void use_transport(const std::string& name, const P2pSettings& settings = {});
 
-  // See Transport::prepare_for_graphs; also of transports to come.
+  // Calls Transport::prepare_for_graphs of this transport, and of each later one.
   void prepare_for_graphs();
 
   const std::shared_ptr<Transport>& transport() const { return transport_; }
@@ -74,7 +76,7 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   bool defers_replicas() const override { return deferral_ == Deferral::kReplicas; }
   bool defers_reduces() const { return deferral_ == Deferral::kReduces; }
   void count_gather(at::TensorList unsharded) override;
-  // Gives `tensors` the memory of what was gathered for them; see unsharded_memory.h.
+  // Moves the memory of gathered[i] to the storage of tensors[i]; see unsharded_memory.h.
   void fill(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& gathered);
   void count_gathered_rows(const at::Tensor& rows) override { count(rows, &StatsCounter::count_gather); }
   void count_reduce(const at::Tensor& wire) override { count(wire, &StatsCounter::count_reduce); }
@@ -95,7 +97,7 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
     stats_->reset();
     own_bytes_ = 0;
   }
-  // From now on, both are parts of one model: counts for both are one, and what fails in one fails in both.
+  // Makes both parts of one user's model: they share statistics, and a failure of one ends the collectives of both.
   void join(const Model& other);
   struct Part {
     std::vector<std::shared_ptr<OrderLog>> orders;
@@ -103,8 +105,8 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   };
   const std::vector<Part>& parts() const { return *parts_; }
 
-  // Optional: makes ready what the first gather of a forward would have to, which then starts at once. All ranks call
-  // it, or none.
+  // Prepares the next gather, for example by refreshing cached shards, so that it starts at once. Optional; all ranks
+  // must call it, or none.
   void refresh() { transport_->refresh(); }
 
   // A step of AdamW with some parameters of this model, by the transport; see Transport::fused_adam_step.
@@ -112,47 +114,47 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
     return !host_shards_ && transport_->fused_adam_step(requests, settings);
   }
 
-  // From begin_caching() to end_caching() main parameters stay as they are. What gather_cached_start gathers stays
-  // unsharded from one microbatch to the next, as far as it fits into `bytes`. All ranks call both, or none.
+  // From begin_caching() to end_caching(), main parameters must not change. Parameters that gather_cached_start gathers
+  // stay unsharded for later microbatches, up to `bytes` in all. All ranks must call both functions, or none.
   void begin_caching(int64_t bytes) { cache_.begin(bytes); }
   void limit_cache(int64_t bytes) { cache_.limit(bytes); }
   void end_caching();
   MicrobatchCache& cache() { return cache_; }
 
-  // While microbatches are cached, the next reduce of a parameter may add to what accumulated; see GradAccumulation.
-  // Its result is a new tensor in any case.
+  // In `zcompile.accumulate`, lets the next reduce of a parameter add to `gradient`, that of earlier microbatches; see
+  // GradAccumulation. The result of the reduce is a new tensor all the same.
   void accumulate_onto(int64_t index, const at::Tensor& gradient, const std::optional<at::Tensor>& owner);
   std::optional<at::Tensor> take_base(int64_t index) { return state(index).accumulation.take_base(); }
   bool has_base(int64_t index) { return state(index).accumulation.has_base(); }
 
-  // What reduces leave out from now on; all ranks alike. With kReplicas, they sum over the ranks that share the shards.
-  // With kReduces, gradients add up on this rank until take_unreduced(), and each reduce gives zeros.
+  // The deferred part of reduces; the same on all ranks. kReplicas: they sum gradients over the ranks that share the
+  // shards, not over replicas. kReduces: they sum gradients on this rank, until take_unreduced(), and return zeros.
   enum class Deferral { kNone, kReplicas, kReduces };
   void defer(Deferral deferral) { deferral_ = deferral; }
   std::optional<at::Tensor> take_unreduced(int64_t index);
 
-  // From now on, every reduce adds up the squares of what it makes; see GradSquares.
+  // Lets each later reduce also compute the sum of squares of its result; see GradSquares.
   void collect_squares();
   bool collects_squares() const { return !params_.empty() && params_.front()->squares.has_value(); }
   std::optional<at::Tensor> squares_of(int64_t index, const at::Tensor& gradient);
   void clear_squares();
 
-  // What is gathered from now on, one transfer after the other: parameters, by index, and the dtype on the wire.
+  // The gathers since record_gathers(), in order. For each transfer: the indices of its parameters, and their dtype.
   using Recording = std::vector<std::pair<std::vector<int64_t>, at::ScalarType>>;
   void record_gathers() { recording_.emplace(); }
   bool is_recording() const { return recording_.has_value(); }
   Recording stop_recording() { return std::exchange(recording_, std::nullopt).value_or(Recording()); }
   void note_gathers(c10::ArrayRef<ParamState*> params, at::ScalarType dtype);
 
-  // An optimizer stepped with parameters of this model, outside of backward.
+  // Counts an optimizer step with parameters of this model, outside of backward, for the comparison of ranks.
   void count_step();
   // See OrderLog::of_model.
   const std::vector<std::shared_ptr<OrderLog>>& orders() const { return orders_; }
 
-  // Called by every gather and reduce. The first of a backward asks autograd to tell when that backward ends. That, and
-  // the first behind one, abandon what is still in flight.
+  // Called by every gather and reduce. The first call in a backward, and the first call after it, abandon transfers
+  // that are still in flight. The first call in a backward also makes autograd call finish_backward() at its end.
   void note_backward();
-  // While on, who starts a transfer sees to it that it is waited for: it is not abandoned.
+  // While on, new transfers are never abandoned: the code that starts them waits for them, even after an error.
   void keep_in_flight(bool on) { keeps_in_flight_ = on; }
   bool keeps_in_flight() const { return keeps_in_flight_; }
 
@@ -166,8 +168,8 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   std::vector<std::unique_ptr<ParamState>> params_;
   std::unique_ptr<HostShards> host_shards_;
   std::vector<std::shared_ptr<OrderLog>> orders_;
-  std::shared_ptr<std::vector<Part>> parts_;  // with this one
-  std::shared_ptr<Transport> transport_;  // transfers hold the one that they began on
+  std::shared_ptr<std::vector<Part>> parts_;  // including this one
+  std::shared_ptr<Transport> transport_;  // a transfer shares the one that started it
   bool has_graphs_ = false;
   std::shared_ptr<StatsCounter> stats_ = std::make_shared<StatsCounter>();
   std::atomic<int64_t> own_bytes_ = 0;

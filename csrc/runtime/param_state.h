@@ -1,14 +1,14 @@
-// A sharded parameter, and what the runtime remembers of it.
+// A sharded parameter and its state in the runtime.
 //
 // [Note: who owns a model]
-// Python does. A module has its leaves, a leaf has the Python state of its model (zcompile/state/sharded_model.py),
-// and that has the Model. What belongs to the runtime refers to Python's objects weakly: the Model has the memory of a
-// leaf but not the leaf, whose attributes lead back to the Model, by a way that Python's garbage collector cannot see.
+// Python does. A module references its leaves, each leaf the ShardedModel in Python (zcompile/state/sharded_model.py),
+// and the ShardedModel the Model. The runtime references Python's objects weakly. A Model has the memory of a leaf, but
+// no reference to the leaf: a leaf leads to the Model, and Python's garbage collector does not see a cycle through C++.
 //
-// A Model ends with its last leaf, then. An autograd graph holds leaves, so it can still run when the modules are gone.
-// Whatever else comes to a Model (an op, a wait, the end of a backward) shares it meanwhile, for the last leaf may go
-// while one of them runs. Tables of the process hold Models by plain pointers, which ~Model takes out under the table's
-// lock. Whoever finds one there shares it before that lock is released, and finds nothing once the Model has no owner.
+// So a Model is destroyed with its last leaf. An autograd graph holds leaves, so backward can run after modules are
+// freed. Because the last leaf may be freed during an op, a wait, or the end of a backward, each of these shares the
+// Model. The registry (registry.h) has plain pointers, which ~Model removes under the registry's lock. A lookup shares
+// the Model before it releases this lock, and finds nothing if the Model is being destroyed.
 #pragma once
 
 #include <map>
@@ -33,26 +33,26 @@ struct CachedParam {
 };
 
 struct ParamState : ShardedParam {
-  bool is_counted = true;  // in statistics: it is a parameter of the user's model
+  bool is_counted = true;  // whether statistics count its reduces, as those of all parameters of the user's model
   Model* model = nullptr;
-  std::weak_ptr<Model> owner;  // the same; see [Note: who owns a model]
+  std::weak_ptr<Model> owner;  // of the same model; see [Note: who owns a model]
   WeakTensor leaf = weak_of({});
 
   std::vector<c10::VariableVersion> unsharded_versions;  // see [Note: writes to an unsharded parameter are lost]
 
   uint64_t forward_version = 0;  // of the main parameter, when a forward gathered it last
 
-  c10::Storage guarded;  // that of the tensor that users see; see Model::guard_data
+  c10::Storage guarded;  // storage of the DTensor that users see; see Model::guard_data
 
-  bool is_whole = false;  // inside of zcompile.unshard: the modules have it whole, and its values may be others
+  bool is_whole = false;  // inside of zcompile.unshard: modules hold it unsharded, perhaps with other values
 
-  std::set<at::ScalarType> gathered_in;  // dtypes
+  std::set<at::ScalarType> gathered_in;  // dtypes of its gathers so far
   std::map<at::ScalarType, CachedParam> cached;  // by the dtype in which it was gathered
   GradAccumulation accumulation;
-  // The sum of gradients whose reduce, or whose sum over hosts, the program defers. Of the parameter's shape, or flat
-  // and like the host shard.
+  // The sum of gradients that `zcompile.accumulate` has not reduced yet, in the parameter's shape. If only the sum over
+  // hosts is deferred: flat, with as many elements as the host shard.
   at::Tensor unreduced;
-  std::shared_ptr<HostShard> host;  // of a main parameter that is a piece of a host shard; see host_shards.h
+  std::shared_ptr<HostShard> host;  // null: the main parameter is no piece of a host shard; see host_shards.h
   std::optional<GradSquares> squares;  // while squares are collected
 };
 

@@ -46,10 +46,9 @@ void unregister_param(const ParamState* param) {
 std::shared_ptr<ParamState> find_param(const at::Tensor& shard) {
   auto param = find(shard);
   TORCH_CHECK(
-      param, "zcompile: a tensor of shape ", shard.sizes(),
-      " is gathered or reduced that is no shard of a model of this process. Was the model freed or copied, or a "
-      "parameter's storage replaced, after zcompile.shard()? Keep the model for as long as its shards are used, and "
-      "call "
+      param, "zcompile: an op gathers or reduces a tensor of shape ", shard.sizes(),
+      ", which is no shard of a model in this process. Was the model freed or copied, or a parameter's storage "
+      "replaced, after zcompile.shard()? Keep the model for as long as its shards are used, and call "
       "zcompile.shard() on the final model.");
   return param;
 }

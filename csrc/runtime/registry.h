@@ -1,7 +1,7 @@
 // [Note: finding a parameter by its storage]
-// Ops get a shard and nothing else, so that graphs are the same on every rank and for every equal block. A shard's
-// storage leads to everything that the graph must not know: its name, its unsharded shape, its process groups. The
-// table is process-wide, because an op has only a tensor to start from; it holds no settings.
+// An op gets its parameter's shard, and no handle or process group, so that graphs are the same on every rank and for
+// all equal layers. A table maps the shard's storage to the parameter, which has its name, model and process groups.
+// The table is global to the process, because an op has only a tensor to look up; it holds no settings.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +14,7 @@ namespace zcompile {
 
 void register_param(ParamState* param);
 void unregister_param(const ParamState* param);
-// Finds the parameter of a shard; throws if `shard` is not one. The result shares the model that has the parameter.
+// Returns the parameter of `shard`, with shared ownership of its model; throws if no model has this shard.
 std::shared_ptr<ParamState> find_param(const at::Tensor& shard);
 
 }  // namespace zcompile

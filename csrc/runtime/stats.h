@@ -1,4 +1,4 @@
-// What went over the wire, and how many unsharded bytes were alive at once.
+// Counts of gathered and reduced bytes, and the peak of unsharded bytes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -28,7 +28,7 @@ class StatsCounter {
  public:
   Stats get();
   void reset();
-  // The memory of a gathered tensor is in the storage of `tensor` now.
+  // Counts the storage of `tensor` as unsharded, because the memory of a gather was moved into it.
   void follow(const at::Tensor& tensor);
   void count_gather(at::ScalarType dtype, int64_t bytes);  // of a tensor, or of some rows of one
   void count_reduce(at::ScalarType dtype, int64_t bytes);
@@ -40,7 +40,7 @@ class StatsCounter {
   std::mutex mutex_;
   Stats stats_;
   using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
-  std::unordered_map<c10::StorageImpl*, std::pair<WeakStorage, int64_t>> unsharded_;  // and the bytes of the tensor
+  std::unordered_map<c10::StorageImpl*, std::pair<WeakStorage, int64_t>> unsharded_;  // with the bytes of the tensor
 };
 
 }  // namespace zcompile

@@ -27,7 +27,7 @@ Memory nothing(const at::Tensor& tensor) { return {at::DataPtr(nullptr, tensor.d
 
 void take_memory(const at::Tensor& tensor, const at::Tensor& from) {
   TORCH_INTERNAL_ASSERT(tensor.storage_offset() == 0 && from.storage_offset() == 0);
-  TORCH_INTERNAL_ASSERT(tensor.nbytes() <= from.storage().nbytes());  // or its readers read what is not theirs
+  TORCH_INTERNAL_ASSERT(tensor.nbytes() <= from.storage().nbytes());  // else reads would exceed the memory
   exchange(tensor, exchange(from, nothing(from)));
 }
 

@@ -1,6 +1,6 @@
-// Frees and restores the memory of tensors that stay the same objects: the unsharded parameters of units.
+// Frees and restores the memory of the unsharded parameters of units (modules that are gathered as a whole).
 //
-// Autograd saves such a tensor, or views of it, in forward. Its storage is empty between forward and backward.
+// Between forward and backward, their storages are empty, but the tensor objects stay: autograd may have saved them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
