@@ -1,5 +1,5 @@
-// Python's view of the runtime: a model's table of shards, what went over the wire, and, for tests, arithmetic without
-// tensors. zcompile/_C.pyi has the same with types.
+// Python bindings of the runtime: sharded models, captured CUDA graphs, statistics, and, for tests, parts of transports
+// that need no GPU. zcompile/_C.pyi has the types.
 
 #include "kernels/numerics.h"
 #include "p2p/schedule/adam_schedule.h"
@@ -30,7 +30,7 @@ namespace zcompile {
 
 namespace {
 
-// Waits for its process groups on the host; Python threads must be able to run meanwhile.
+// For functions that wait for process groups on the host: other Python threads can run meanwhile.
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
 std::map<std::string, int64_t> by_name(const BytesByDtype& bytes) {
@@ -66,17 +66,17 @@ bool is_finalizing() {
 #endif
 }
 
-// Those in which it gathers and reduces.
+// Returns the names of the process groups in which a model gathers and reduces.
 std::set<std::string> names_of(const Groups& groups) {
   std::set<std::string> names{groups.gather, groups.reduce, groups.replicate};
   names.erase("");
   return names;
 }
 
-// Ending a transport waits for what its streams still wait for, which other ranks may do only when other threads of
-// this process go on. The last reference to a model may go with the GIL, in Python, or without it, in autograd. When
-// the interpreter ends, other ranks may have ended before, so nothing is waited for: the process gives everything back.
-// So it does after an error of the device, where torch's symmetric memory would end the process as it is freed.
+// Destroys a model without the GIL, because a transport ends by a wait for its streams. These may wait for another
+// rank, which may wait for another Python thread of this process. Autograd may drop the last reference without the GIL.
+// When the interpreter ends, other ranks may be gone, so the wait could be endless; and if the device has failed,
+// torch's symmetric memory would abort the process when it is freed. In both cases the model is not destroyed.
 void delete_without_gil(Model* model) {
   if (Py_IsInitialized() == 0 || is_finalizing()) return;
   std::optional<py::gil_scoped_release> released;
@@ -187,10 +187,10 @@ void bind_captured_graphs(py::module& module) {
       .def(py::init<>())
       .def_readonly("obstacle", &HostRecording::obstacle)
       .def("is_of", &is_of, py::arg("models"));
-  module.def("observe_effects", &HostEffects::observe, "On this thread, until stop_observing().");
+  module.def("observe_effects", &HostEffects::observe, "Records effects on this thread until stop_observing().");
   module.def("stop_observing", &stop_observing, py::arg("models"));
   module.def("may_replay", &may_replay, py::arg("model"));
-  module.def("note_nothing", &HostEffects::ignore, "For tests: on this thread, until note_again().");
+  module.def("note_nothing", &HostEffects::ignore, "For tests: ignores effects on this thread until note_again().");
   module.def("note_again", &HostEffects::resume);
 }
 
@@ -214,7 +214,7 @@ void bind_adam_schedule(py::module& module) {
         for (const auto& round : schedule.rounds) rounds.push_back(as_tuples(round));
         return std::make_tuple(rounds, as_tuples(schedule.casts), schedule.is_copied);
       },
-      py::arg("items"), py::arg("others"), "For tests: in which order a step goes, for items (numel, gradient, copy).");
+      py::arg("items"), py::arg("others"), "For tests: the order of an AdamW step over items (numel, gradient, copy).");
 }
 
 void bind_shard_layout(py::module& module) {
@@ -266,7 +266,7 @@ void bind_sharing(py::module& module) {
             });
             return received;
           },
-          ReleaseGil(), py::arg("descriptors"), "(rank, descriptor) of what others sent; the caller closes them.");
+          ReleaseGil(), py::arg("descriptors"), "Returns [(rank, descriptor)] of other ranks; the caller closes them.");
   module.def(
       "fail_together",
       [](const std::string& group, const std::function<void()>& attempt) { fail_together(group, at::kCPU, attempt); },
@@ -277,7 +277,7 @@ void bind_numerics(py::module& module) {
   module.def(
       "own_storage",
       [](const at::Tensor& tensor) {
-        // With the device named, since the address of an empty tensor is null, which says none.
+        // Names the device, because torch cannot find it from the null address of an empty tensor.
         return at::from_blob(
             tensor.mutable_data_ptr(), tensor.sizes(), [tensor](void*) {}, tensor.options(), tensor.device());
       },

@@ -1,4 +1,4 @@
-// What differs between torch 2.11 and 2.13: the pointer that owns an autograd node, and the names of three collectives.
+// Differences between torch 2.11 and 2.13: the pointer that owns an autograd node, and the names of three collectives.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -26,7 +26,7 @@ NodePtr make_node() {
   }
 }
 
-// `received` gets every rank's `sent`, in rank order.
+// Gathers every rank's `sent` into `received`, in rank order.
 template <typename Group>
 c10::intrusive_ptr<c10d::Work> all_gather(Group& group, at::Tensor received, at::Tensor sent) {
   if constexpr (requires { group.all_gather_single(received, sent); }) {
@@ -36,7 +36,7 @@ c10::intrusive_ptr<c10d::Work> all_gather(Group& group, at::Tensor received, at:
   }
 }
 
-// Rank r gets the r-th of the equal pieces of the sum of every rank's `sent`, which the backend adds up as it likes.
+// Gives rank r the r-th of equal pieces of the sum of all ranks' `sent`. The backend chooses the order of the sum.
 template <typename Group>
 c10::intrusive_ptr<c10d::Work> reduce_scatter(Group& group, at::Tensor received, at::Tensor sent) {
   if constexpr (requires { group.reduce_scatter_single(received, sent); }) {
@@ -46,7 +46,7 @@ c10::intrusive_ptr<c10d::Work> reduce_scatter(Group& group, at::Tensor received,
   }
 }
 
-// Rank r gets the r-th of the slices that `sent` splits into.
+// Sends the r-th slice of `sent` to rank r, and receives a slice of each rank into `received`, in rank order.
 template <typename Group>
 c10::intrusive_ptr<c10d::Work> all_to_all(
     Group& group, at::Tensor received, at::Tensor sent, std::vector<int64_t> received_splits,

@@ -35,7 +35,7 @@ at::Tensor call_gather(const at::Tensor& shard, at::IntArrayRef shape, at::Scala
 
 // --- kernels for real tensors ---------------------------------------------------------------------------------------
 
-// Graphs of several models number the domains of each from a multiple of this on; see compiler/backend.py.
+// In a graph of several models, domains of model i are numbered from i times this; see zcompile/compiler/backend.py.
 constexpr int64_t domains_of_model = 1 << 16;
 
 std::shared_ptr<ParamState> find_in_domain(const at::Tensor& shard, int64_t domain, const char* op) {
@@ -56,9 +56,10 @@ std::shared_ptr<ParamState> find_with_shape(
 }
 
 // [Note: writes to an unsharded parameter are lost]
-// A gathered parameter is a copy. An in-place write to it raises its version counter, which outlives it, so the next
-// gather can tell, also one of a compiled graph. Not so a write through `.data`, which has a counter of its own. It is
-// told once: the shard is as it was, so the gather after that is right.
+// A gathered parameter is a copy, so an in-place write to it does not reach the main parameter. Such a write increases
+// the copy's version counter. The runtime keeps this counter after the copy is freed, so the next gather, in eager or
+// compiled code, detects the write and throws. Only this gather throws, because the shard is unchanged. A write through
+// `.data` is not detected, because `.data` has a version counter of its own.
 void refuse_lost_writes(ParamState& param) {
   auto& versions = param.unsharded_versions;
   if (versions.empty()) return;
@@ -86,8 +87,8 @@ void refuse_in_unshard(const ParamState& param) {
   TORCH_CHECK(
       !param.is_whole, "zcompile: compiled code gathers parameter '", param.name, "' inside of zcompile.unshard (rank ",
       param.model->rank(),
-      "), where its values may be others. Call the model there, which then runs in eager, and not a compiled function "
-      "around it.");
+      "), where the parameter may have other values. Inside of zcompile.unshard, call the model itself, which then "
+      "runs in eager, and not a compiled function around it.");
 }
 
 std::shared_ptr<ParamState> find_to_gather(const at::Tensor& shard, at::IntArrayRef shape, int64_t domain) {
@@ -107,7 +108,7 @@ std::vector<ParamState*> pointers(const std::vector<std::shared_ptr<ParamState>>
   return result;
 }
 
-// Shapes of several tensors travel through a schema as one list: the sizes, and how many of them each tensor has.
+// Splits a list of sizes into shapes of dims[i] sizes each, because a schema cannot have a list of shapes.
 std::vector<at::IntArrayRef> split_sizes(at::IntArrayRef sizes, at::IntArrayRef dims) {
   std::vector<at::IntArrayRef> shapes;
   size_t begin = 0;
@@ -241,13 +242,13 @@ at::Tensor reduce_wait_meta(const at::Tensor& pending, const at::Tensor& /*grad*
 
 // --- autograd -------------------------------------------------------------------------------------------------------
 
-// The backward of gather. It remembers the shard only to name the param, so it saves no variable and checks no
-// version: an optimizer step between forward and backward does not matter to it.
+// The backward of gather: a reduce. It holds the shard only to find the parameter, and does not read its values. So the
+// shard is no SavedVariable, and autograd does not check its version.
 struct ReduceBackward : public torch::autograd::Node {
   at::Tensor shard;
   int64_t domain = 0;
 
-  // The highest number, as of the nodes that accumulate: the engine takes it as soon as its gradients are there.
+  // The highest sequence number, as AccumulateGrad has: the engine runs the node as soon as its gradients exist.
   ReduceBackward() : Node(std::numeric_limits<uint64_t>::max()) {}
 
   std::string name() const override { return "ReduceBackward"; }
@@ -257,7 +258,7 @@ struct ReduceBackward : public torch::autograd::Node {
     return {call_reduce(grads[0], shard, domain)};
   }
 
-  // What compiled autograd, which traces nodes, calls first. Nodes of compiled forwards are AOTAutograd's, and run.
+  // Compiled autograd calls this when it traces the node. Compiled forwards have AOTAutograd's nodes in its place.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
     TORCH_CHECK(
         false, "zcompile: compiled autograd cannot trace the backward of parameter '", find_param(shard)->name,
@@ -271,7 +272,7 @@ bool is_real(const at::Tensor& tensor) {
   return !keys.has(c10::DispatchKey::Python) && !keys.has(c10::DispatchKey::Functionalize) && !tensor.is_meta();
 }
 
-// Lets the gradient of `unsharded`, which was gathered from `shard`, be reduced, and writes to `unsharded` be seen.
+// Adds the reduce of the gradient of `unsharded` to autograd's graph, and lets the next gather detect writes to it.
 void attach(const at::Tensor& shard, const at::Tensor& unsharded, bool differentiable, int64_t domain) {
   const auto param = is_real(shard) ? find_param(shard) : nullptr;
   if (param && !unsharded.is_inference()) {
@@ -286,8 +287,8 @@ void attach(const at::Tensor& shard, const at::Tensor& unsharded, bool different
   torch::autograd::set_history(unsharded, std::move(node));
 }
 
-// The layers of torch.func's transforms. A gathered parameter is a constant to them; they would wrap the shard, whose
-// memory says which parameter it is, and each tensor that a transport makes.
+// Dispatch keys of torch.func's transforms, which `gather` excludes, because gathered parameters are constants for a
+// transform. It would wrap the shard, so that the runtime could not find the parameter by the shard's storage.
 constexpr c10::DispatchKeySet transforms{
     c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode};
 
@@ -313,38 +314,37 @@ at::Tensor reduce_autograd(const at::Tensor& grad, const at::Tensor& shard, int6
 
 }  // namespace
 
-// `domain` is that of the shard; see Domain in transport/context.h.
+// `domain`: the number of the parameter's Domain (transport/context.h).
 TORCH_LIBRARY(zcompile, library) {
-  // The unsharded parameter, downcast on the way. A new tensor: aliases nothing.
+  // Returns a new tensor: the unsharded parameter in `dtype`, to which each rank casts its shard before the transfer.
   library.def("gather(Tensor shard, int[] shape, ScalarType dtype, int domain=0) -> Tensor");
-  // This rank's slice of the mean gradient. A new tensor: aliases nothing.
+  // Returns a new tensor, shaped like the shard: this rank's slice of the mean of `grad` over ranks.
   library.def("reduce(Tensor grad, Tensor shard, int domain=0) -> Tensor");
-  // A new tensor that is being filled: only gather_wait may read it.
+  // Starts a gather. Returns a new tensor that only gather_wait may read, because the transfer still fills it.
   library.def("gather_start(Tensor shard, int[] shape, ScalarType dtype, int domain=0) -> Tensor");
-  // The same, but the runtime may cache the result for the next microbatch. Then nobody may give its memory to another
-  // result. No schema can say so (an alias of the shard would live as long as the shard), so the backend tells
-  // Inductor; see _lower_cached.
+  // Starts a gather whose result the runtime may cache for the next microbatch, so Inductor must not reuse its memory.
+  // No schema can declare this: as an alias of the shard, the result would live as long as the shard. So the lowering
+  // declares it (_freed_but_never_reused in zcompile/compiler/inductor.py).
   library.def("gather_cached_start(Tensor shard, int[] shape, ScalarType dtype, int domain=0) -> Tensor");
-  // New tensors that are being filled together. `sizes` are those of all, `dims` says how many each has.
+  // Starts several gathers in one transfer. `sizes`: all shapes, concatenated; `dims`: how many sizes each shape has.
   library.def(
       "gather_group_start(Tensor[] shards, int[] sizes, int[] dims, ScalarType dtype, int domain=0) -> Tensor[]");
-  // The same memory, filled. It lives as long as its last reader, which the annotation tells Inductor.
+  // Waits for a gather. Returns its result in the same memory; the alias lets Inductor keep it until the last reader.
   library.def("gather_wait(Tensor(a) unsharded) -> Tensor(a)");
-  // A new tensor that is being filled, while `grad` is being read.
+  // Starts a reduce. Until reduce_wait, the transfer reads `grad` and fills the new tensor that this op returns.
   library.def("reduce_start(Tensor grad, Tensor shard, int domain=0) -> Tensor");
-  // New tensors that are being filled together, while `grads` are being read.
+  // Starts several reduces in one transfer; see reduce_start.
   library.def("reduce_group_start(Tensor[] grads, Tensor[] shards, int domain=0) -> Tensor[]");
-  // Rows of the unsharded parameter, a matrix, downcast on the way: [*indices.shape, columns]. A new tensor: aliases
-  // nothing.
+  // Returns a new tensor [*indices.shape, columns]: rows of the unsharded parameter, a matrix, in `dtype`.
   library.def("gather_rows(Tensor shard, int[] shape, ScalarType dtype, Tensor indices, int domain=0) -> Tensor");
-  // As reduce, of the gradient of such rows: zeros of `shape`, to which `grad` is added in fp32 in the order of
-  // `indices`, rounded to `dtype`. Negative indices count for nothing.
+  // Reduces the gradient of gather_rows. The result is that of a reduce of zeros [shape], to whose rows `indices` the
+  // rows of `grad` were added, in fp32 and in this order, and rounded to `dtype`. Negative indices are ignored.
   library.def(
       "reduce_rows(Tensor grad, Tensor shard, int[] shape, ScalarType dtype, Tensor indices, int domain=0) -> Tensor");
   library.def(
       "reduce_rows_start(Tensor grad, Tensor shard, int[] shape, ScalarType dtype, Tensor indices, int domain=0) -> "
       "Tensor");
-  // The same memory, filled. Takes `grad` because it is read until here: nobody may reuse it before.
+  // Waits for a reduce. Returns its result in the same memory. Takes `grad` so that Inductor does not reuse it before.
   library.def("reduce_wait(Tensor(a) pending, Tensor grad) -> Tensor(a)");
 }
 
@@ -367,7 +367,7 @@ TORCH_LIBRARY(zcompile, library) {
 ZCOMPILE_KERNELS(CPU)
 ZCOMPILE_KERNELS(CUDA)
 
-TORCH_LIBRARY_IMPL(zcompile, Meta, library) {  // that of gather: zcompile/graph/ops.py
+TORCH_LIBRARY_IMPL(zcompile, Meta, library) {  // for `gather`, see zcompile/graph/ops.py
   library.impl("reduce", reduce_meta);
   library.impl("gather_start", gather_meta);
   library.impl("gather_cached_start", gather_meta);
@@ -384,8 +384,8 @@ TORCH_LIBRARY_IMPL(zcompile, Meta, library) {  // that of gather: zcompile/graph
 TORCH_LIBRARY_IMPL(zcompile, Autograd, library) {
   library.impl("gather", gather_autograd);
   library.impl("reduce", reduce_autograd);
-  // These are made after AOTAutograd; without a kernel here each call would pass a boxed fallback of several
-  // microseconds.
+  // Passes insert these ops after AOTAutograd, so the ops need no autograd. Without a fallthrough kernel, each call
+  // would go through a boxed fallback of several microseconds.
   for (const auto* op :
        {"gather_start", "gather_cached_start", "gather_wait", "reduce_start", "reduce_wait", "gather_group_start",
         "reduce_group_start", "gather_rows", "reduce_rows", "reduce_rows_start"}) {
