@@ -26,11 +26,11 @@ namespace zcompile {
 
 namespace {
 
-// An obstacle to a captured graph; see host_effects.h.
+// Why ops cannot be captured; see HostEffects::obstruct.
 constexpr auto nccl_in_graph =
-    "collectives of NCCL, which does not close a group while a graph with collectives of it lives";
+    "NCCL's collectives, because NCCL cannot destroy a communicator while a graph has collectives of it";
 
-// Collectives on their way.
+// Collectives in flight.
 class C10dTransfer : public Transfer {
  public:
   explicit C10dTransfer(std::vector<Work> works = {}) : works_(std::move(works)) {}
@@ -51,10 +51,10 @@ at::Tensor unpacked(const at::Tensor& packed, int64_t offset, int64_t length, co
   return packed.narrow(-1, offset, length * static_cast<int64_t>(like.element_size())).view(like.scalar_type());
 }
 
-// Parameters whose pieces travel in one collective, which are copied to where they belong when it has ended.
+// A gather of several parameters by one collective. wait() copies the packed pieces to the unsharded parameters.
 class PackedGather : public C10dTransfer {
  public:
-  // `packed`: bytes, a row per rank, which holds its pieces of all `places` one after the other.
+  // `packed`: bytes; row r has the pieces of rank r for all `places`, one after the other.
   PackedGather(std::vector<Work> works, at::Tensor packed, std::vector<at::Tensor> places)
       : C10dTransfer(std::move(works)), packed_(std::move(packed)), places_(std::move(places)) {}
 
@@ -73,15 +73,15 @@ class PackedGather : public C10dTransfer {
   std::vector<at::Tensor> places_;
 };
 
-// Gradients that are added up when they have arrived.
+// A reduce: wait() sums the gradients that have arrived.
 class C10dReduce : public C10dTransfer {
  public:
   struct Sum {
     const ShardedParam* param;
-    at::Tensor received;  // one row per rank, or one that is their sum; each contiguous, the last ones maybe padding
+    at::Tensor received;  // one row per rank, or, with native reduces, their sum; rows may end in padding
     at::Tensor out;
     ReduceExtras extras;
-    at::Tensor sent = {};  // read until it has arrived
+    at::Tensor sent = {};  // kept alive until the collective ends
   };
 
   C10dReduce(TransportContext& context, std::vector<Work> works, std::vector<Sum> sums)
@@ -131,13 +131,13 @@ class C10dTransport : public Transport {
     return start<ReduceRequest>(requests, [&] { return start_reduce(requests); });
   }
 
-  // A native reduce adds up at the width of the wire, which may therefore be wider than the gradient.
+  // A native reduce sums in the dtype that is transferred, so this dtype may be wider than that of the gradient.
   at::ScalarType wire_dtype(const ShardedParam& param, at::ScalarType grad) const override {
     return context_.native_reduce() ? param.reduce_dtype.value_or(grad) : Transport::wire_dtype(param, grad);
   }
 
  private:
-  // A scalar's gradient is not worth a collective of another kind, and an empty one is none at all.
+  // Whether the backend's reduce-scatter reduces `param`: not if it is replicated (a scalar), or empty.
   bool sums_natively(const ShardedParam& param) const {
     return context_.native_reduce() && !param.replicated && param.chunk > 0;
   }
@@ -213,7 +213,7 @@ class C10dTransport : public Transport {
     return std::make_unique<C10dReduce>(context_, std::move(works), std::move(sums));
   }
 
-  // A reduce-scatter: an all-to-all of slices, which are added up at the wait; the backend's own with `native_reduce`.
+  // Starts an all-to-all of slices, which wait() sums; with `native_reduce`, the backend's own reduce-scatter.
   std::unique_ptr<Transfer> start_reduce(c10::ArrayRef<ReduceRequest> requests) {
     if (packs(requests) && !context_.native_reduce()) return start_packed_reduce(requests);
     std::vector<C10dReduce::Sum> sums;
@@ -242,7 +242,7 @@ class C10dTransport : public Transport {
     return std::make_unique<C10dReduce>(context_, works.end(), std::move(sums));
   }
 
-  // `grad` in pieces of equal size, one per rank.
+  // Returns `grad` in pieces of equal size, one per rank.
   at::Tensor padded(const ShardedParam& param, const at::Tensor& grad) const {
     const auto padding = param.chunk * context_.world() - param.numel;
     return padding == 0 ? grad : at::cat({grad.view({-1}), at::zeros({padding}, grad.options())});
@@ -259,7 +259,7 @@ class C10dTransport : public Transport {
     return start_all_to_all(ranks, received, sent, received_splits, sent_splits);
   }
 
-  // Notes and starts a collective. Where another rank is gone, this may throw at once, and names no parameter.
+  // Records and starts a collective. If the backend throws, because a rank has ended, adds the parameter to the error.
   template <typename Request, typename Start>
   std::unique_ptr<Transfer> start(c10::ArrayRef<Request> requests, Start start) {
     const bool is_cuda = requests.front().param->shard.is_cuda();
@@ -278,7 +278,7 @@ class C10dTransport : public Transport {
   }
 
   [[noreturn]] void throw_cannot(const char* verb, const std::string& name, const std::string& why) {
-    for (const auto& order : orders_) order->check();  // why it failed, if that is known
+    for (const auto& order : orders_) order->check();  // throws a better error if ranks are known to differ
     C10_THROW_ERROR(
         DistBackendError, c10::str(
                               "zcompile: rank ", context_.rank(), " cannot ", verb, " '", name,
@@ -303,7 +303,8 @@ void gather_and_wait(c10d::ProcessGroup& replicas, const at::Tensor& rows, const
   wait_for(works);
 }
 
-// Each replica computes the mean of a piece, and receives the others: twice `sum` at most, however many replicas.
+// Returns the mean of `sum` over replicas. Each replica computes a piece of it, and receives the pieces of the others:
+// at most twice the bytes of `sum`, however many replicas there are.
 at::Tensor mean_in_pieces(
     TransportContext& context, c10d::ProcessGroup& replicas, const at::Tensor& sum, double divisor) {
   const int64_t count = replicas.getSize(), chunk = (sum.numel() + count - 1) / count;

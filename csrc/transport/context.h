@@ -17,21 +17,21 @@ namespace zcompile {
 struct Groups {
   std::string gather;  // the ranks that share the shards
   std::string reduce;  // the same ranks, another communicator: gathers and reduces overlap only then
-  std::string replicate;  // ranks that hold the same shard, or pieces of it; empty on a mesh of one dimension
+  std::string replicate;  // ranks with the same shard, or pieces of it; empty on a 1-D mesh
 };
 
-// Parameters that are sharded over one mesh. A model may have several: dense layers over one, experts over another.
+// The parameters of a model that are sharded over one mesh. Experts over fewer ranks are a second domain.
 struct Domain {
   int64_t number = 0;  // the same on all ranks; ops carry it, so that passes keep domains apart
-  std::optional<double> divisor;  // of summed gradients; default: the ranks of the mesh
+  std::optional<double> divisor;  // of summed gradients; default: the number of ranks in the mesh
 };
 
-// This base class has no model: it has no parameters and counts nothing. The runtime's Model overrides the methods.
+// This base class has no parameters and counts nothing; the runtime's Model overrides its methods.
 class TransportContext {
  public:
-  // `rank` and `world` are those of the gather group. With `native_reduce`, collectives reduce by the backend's own
-  // reduce-scatter, which adds up in its order, at the width of the wire. `number` tells the model from others over the
-  // same ranks, which have the same one for it.
+  // `rank` and `world`: this rank in the gather group, and its number of ranks. `native_reduce`: whether the backend's
+  // own reduce-scatter reduces, which sums in its own order and in the dtype that is transferred. `number`: tells
+  // models over the same ranks apart; the same on all these ranks.
   TransportContext(Groups groups, int64_t rank, int64_t world, bool native_reduce, int64_t number, Domain domain)
       : groups_(std::move(groups)),
         rank_(rank),
@@ -56,14 +56,14 @@ class TransportContext {
 
   virtual int64_t num_params() const { return 0; }
   virtual const ShardedParam& param(int64_t index) const { TORCH_CHECK(false, "zcompile: no parameter ", index); }
-  // Whether main parameters stay as they are from one microbatch to the next.
+  // Whether microbatches accumulate (zcompile.accumulate), so that main parameters do not change.
   virtual bool is_caching() const { return false; }
   // Whether reduces leave out the sum over replicas, which then happens at the end of zcompile.accumulate.
   virtual bool defers_replicas() const { return false; }
 
   // Lets the current stream wait until all host shards may be read; see [Note: host shards] in runtime/host_shards.h.
   virtual void ready_host_shards() {}
-  // Fills `out` (shaped like the main parameter) from `sum`, flat, over the ranks of this host.
+  // Reduce-scatters `sum`, flat and over this host's ranks, over hosts into `out`, shaped like the main parameter.
   virtual void reduce_over_hosts(
       const ShardedParam& /*param*/, const at::Tensor& /*sum*/, at::Tensor /*out*/, const ReduceExtras& /*extras*/) {}
 

@@ -25,8 +25,8 @@ void check(bool succeeded, const char* what) {
   TORCH_CHECK(succeeded, "zcompile: ", what, " failed while ranks exchanged memory: ", std::strerror(errno));
 }
 
-// Repeats a call that a signal of the operating system ended. A call that has a time limit is ended by one whatever the
-// signal's handler asks for.
+// Repeats a system call that a signal has interrupted (EINTR). If a call has a timeout, a signal interrupts it even if
+// the handler was installed with SA_RESTART.
 template <class Call>
 auto despite_signals(const Call& call) {
   auto result = call();
@@ -68,14 +68,14 @@ struct Address {
     const auto path = "zcompile-" + name;
     TORCH_CHECK(name.size() == DescriptorSockets::name_length, "zcompile: '", name, "' is no name of a socket");
     address.sun_family = AF_UNIX;
-    std::copy(path.begin(), path.end(), address.sun_path + 1);  // a zero in front: in the kernel alone
+    std::copy(path.begin(), path.end(), address.sun_path + 1);  // after a zero byte: an abstract socket
     length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + path.size());
   }
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&address); }
 };
 
-// Who is at the other end: of a connection that was accepted, the process that connected; of the others, the one that
-// listens.
+// Returns the process and user at the other end of a connection: for an accepted connection, those that connected;
+// otherwise, those that listen.
 ucred credentials_of(const Descriptor& socket) {
   ucred credentials{};
   socklen_t length = sizeof credentials;
@@ -83,7 +83,7 @@ ucred credentials_of(const Descriptor& socket) {
   return credentials;
 }
 
-// Tells all ranks of the group the name and the process of this one.
+// Exchanges the names and process ids of all ranks of the group.
 std::vector<DescriptorSockets::Peer> tell_peers(const std::string& group, c10::Device device, const std::string& name) {
   constexpr auto length = static_cast<int64_t>(DescriptorSockets::name_length + sizeof(int64_t));
   const int64_t process = getpid();
@@ -101,7 +101,7 @@ std::vector<DescriptorSockets::Peer> tell_peers(const std::string& group, c10::D
   return peers;
 }
 
-// One byte with the descriptors beside it.
+// A message of one byte, with descriptors as ancillary data (SCM_RIGHTS).
 struct Message {
   char byte = 0;
   iovec data{&byte, 1};

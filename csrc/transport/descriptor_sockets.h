@@ -1,9 +1,9 @@
-// Sockets by which ranks of one host give each other file descriptors. A descriptor is how a driver hands memory to
-// another process.
+// Unix sockets over which ranks of one host send each other file descriptors. The CUDA driver shares GPU memory with
+// another process by a file descriptor.
 //
-// They have no place in the file system, and names of 128 random bits, which ranks tell each other over their process
-// group. A name that could be guessed could be taken by another process first. Both ends ask the kernel whether the
-// other is a process of the group, and of the same user.
+// The sockets are abstract: they have no path in the file system. Their names are 128 random bits, which ranks exchange
+// over their process group, because another process could bind a name that it can guess. Both ends of a connection ask
+// the kernel whether the other end is a process of the group, and of the same user.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -34,7 +34,7 @@ class Descriptor {
 class DescriptorSockets {
  public:
   static constexpr size_t name_length = 32;
-  static constexpr size_t max_descriptors = 64;  // that are open and on their way count against a process's limits
+  static constexpr size_t max_descriptors = 64;  // descriptors in flight count against a limit of the process
 
   // Listens at a new name. No call waits longer than `patience` for a peer.
   DescriptorSockets(int64_t rank, int64_t world, std::chrono::milliseconds patience);
@@ -44,18 +44,18 @@ class DescriptorSockets {
     std::string name;
     int64_t process;  // its id
   };
-  // Connects to each of `peers`, which are by rank and have this rank too. All of them listen.
+  // Connects to each of `peers`, which are by rank and include this rank. All must already listen.
   void connect(std::vector<Peer> peers);
-  // Takes the connections of all peers, which have connected. Other processes are turned away.
+  // Accepts the connections of all peers, which must have connected. Rejects other processes.
   void accept();
-  // The same between all ranks of a group, which call this together. It fails on all of them, or on none. What follows
-  // may fail on one rank. If that rank then ends its sockets, the calls of the others fail too.
+  // Connects all ranks of a group; a collective call, which fails on all ranks or on none. Later calls may fail on one
+  // rank alone. If that rank then destroys its sockets, the calls of the other ranks fail too.
   static std::unique_ptr<DescriptorSockets> connect_all(
       const std::string& group, c10::Device device, int64_t rank, int64_t world, std::chrono::milliseconds patience);
 
   using Import = std::function<void(int64_t rank, const Descriptor& descriptor)>;
-  // Sends `descriptors`, at most `max_descriptors`, to each peer in turn, while those of another one come in, and hands
-  // these to `import`. All ranks send equally many.
+  // Sends `descriptors`, at most `max_descriptors`, to each peer, and passes those that each peer sends to `import`.
+  // All ranks must send equally many.
   void exchange(const std::vector<Descriptor>& descriptors, const Import& import);
 
  private:
@@ -64,8 +64,8 @@ class DescriptorSockets {
   std::string name_;
   Descriptor inbox_;
   std::vector<Peer> peers_;  // by rank
-  std::vector<Descriptor> outgoing_;  // by steps from this rank
-  std::vector<std::pair<int64_t, Descriptor>> incoming_;  // with the rank
+  std::vector<Descriptor> outgoing_;  // [i]: to rank (rank_ + 1 + i) % world_
+  std::vector<std::pair<int64_t, Descriptor>> incoming_;  // with the rank at the other end
 };
 
 }  // namespace zcompile

@@ -1,5 +1,6 @@
-// The host's part in an op, such as the order of collectives. A replayed graph issues no ops. So while a graph is
-// captured, this thread records the host's part, and each replay repeats it (runtime/captured_graph.h).
+// Host work of ops, such as the log of the order of collectives. A replay of a CUDA graph calls no ops. So during a
+// capture, this thread records the host work of each op as a function (an effect), and each replay calls it
+// (runtime/captured_graph.h).
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -16,9 +17,9 @@ struct HostRecording {
   std::vector<std::function<void()>> effects;
   // Why the code cannot be captured; empty if no reason is known.
   std::string obstacle;
-  // Transports of the models to which effects refer.
+  // The transports of the models that ran while effects were recorded.
   std::vector<std::weak_ptr<const void>> transports;
-  // The driver's executable graph of a capture, when there is one.
+  // The executable CUDA graph (CUgraphExec) of a capture; null until it exists.
   std::shared_ptr<void*> executable = std::make_shared<void*>(nullptr);
 };
 
@@ -31,8 +32,8 @@ class HostEffects {
     effect();
     if (mode_ == Mode::kRecord) recording_.effects.emplace_back(std::move(effect));
   }
-  // Like `note`, for device work that a CUDA graph must not contain. Also called right before a capture, so that no
-  // such work is left to do during the capture.
+  // Like note(), for device work that a CUDA graph must not contain, such as a refresh of copies. Right before a
+  // capture, the effects of an uncaptured call are called, so that no such work is left for the capture.
   template <typename Effect>
   static void prepare(Effect effect) {
     if (mode_ == Mode::kIgnore) return;
@@ -44,7 +45,7 @@ class HostEffects {
   static void repeat(Effect effect) {
     if (mode_ == Mode::kRecord) recording_.effects.emplace_back(std::move(effect));
   }
-  // Reports that the op that runs now cannot be in a graph; throws during a capture.
+  // Reports that the current op cannot be captured, because of `why`; throws during a capture.
   static void obstruct(const char* why) {
     TORCH_CHECK(mode_ != Mode::kRecord, "zcompile: a captured graph cannot hold ", why);
     if (mode_ == Mode::kObserve) recording_.obstacle = why;
@@ -57,7 +58,7 @@ class HostEffects {
   static const std::shared_ptr<void*>& executable() { return recording_.executable; }
   // Starts to keep the effects of prepare(), to call them before a capture.
   static void observe() { start(Mode::kObserve); }
-  // For tests, whose graphs are replayed by calling the code again: it notes nothing until resume().
+  // For tests, which replay a graph by a call of its code: effects are neither called nor recorded until resume().
   static void ignore() { mode_ = Mode::kIgnore; }
   static void resume() { mode_ = Mode::kNote; }
   static HostRecording stop() {

@@ -18,7 +18,7 @@ using WeakGroup = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
 struct Message {
   Work work;
   WeakGroup ranks;
-  bool is_left = false;  // nobody waits for it
+  bool is_left = false;  // its wait was given up
   std::string ended;  // why its wait was ended; empty: it was not
 };
 
@@ -37,9 +37,9 @@ struct OnTheirWay {
   }
 };
 
-// Waits until `work` arrives. Returns the error with which end_waits() ended the wait, or an empty string. Python's
-// main thread handles no signal while it waits here. So if wake_waits() wakes it, it handles signals, and waits on;
-// this throws if a handler does.
+// Waits until `work` arrives. Returns an empty string, or the error with which end_waits() ended the wait. During this
+// wait, Python's main thread cannot handle signals (Ctrl-C). So wake_waits() interrupts the wait from time to time:
+// this function then lets Python handle signals, throws if a handler raises, and waits again.
 std::string wait_for_one(const Work& work) {
   auto& all = OnTheirWay::instance();
   const auto begin = std::chrono::steady_clock::now();
@@ -77,7 +77,7 @@ void wait_for_left(const c10d::ProcessGroup& ranks) {
 // `received[r]` gets the piece of rank r that is for this rank; `sent[r]` is for rank r.
 std::vector<Work> exchange(
     c10d::ProcessGroup& ranks, const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent) {
-  constexpr int64_t first_tag = 1 << 30;  // programs have smaller ones
+  constexpr int64_t first_tag = 1 << 30;  // messages of users have smaller tags
   wait_for_left(ranks);
   const auto rank = ranks.getRank(), world = ranks.getSize();
   if (received[rank].data_ptr() != sent[rank].data_ptr()) received[rank].copy_(sent[rank]);

@@ -1,10 +1,10 @@
-// Collectives that ranks on CPUs make of messages to each other.
+// All-gather and all-to-all of CPU ranks, which consist of point-to-point messages.
 //
 // [Note: messages]
-// gloo's collectives end the process if another rank sends more bytes than expected, where NCCL's would wait. So on
-// CPUs, a collective is a message to each other rank with its size as the tag: a message of another size never arrives,
-// and the rank waits. When ranks are known to differ (order_log.h), the waits end with an error. Native reduces use
-// gloo's collectives.
+// If another rank sends more bytes than expected, gloo's collectives end the process; NCCL's wait. So on CPUs, a
+// collective is a message to each other rank, whose tag is its size. A message of another size never arrives, and the
+// rank waits until ranks are known to differ (order_log.h), which ends waits with an error. Native reduces use gloo's
+// own collectives.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,18 +17,18 @@
 
 namespace zcompile {
 
-// `received` gets every rank's `sent`, in rank order; both are flat bytes. On GPUs, a collective of the group.
+// All-gathers `sent` into `received`, in rank order; both are flat bytes. On GPUs, a collective of the group.
 std::vector<Work> start_all_gather(c10d::ProcessGroup& ranks, const at::Tensor& received, const at::Tensor& sent);
 
-// Rank r gets the r-th of the slices that `sent` splits into. On GPUs, a collective of the group.
+// Sends the r-th slice of `sent` to rank r, for each r. On GPUs, a collective of the group.
 std::vector<Work> start_all_to_all(
     c10d::ProcessGroup& ranks, const at::Tensor& received, const at::Tensor& sent,
     const std::vector<int64_t>& received_splits, const std::vector<int64_t>& sent_splits);
 
-// Waits for `works`, messages or not. Throws if they are messages and end_waits() was called since their start.
+// Waits for `works`. Throws if they are messages and end_waits() was called since their start.
 void wait_for(const std::vector<Work>& works);
 
-// Gives up the waits for `works`. Messages keep their memory until the next collective of their group.
+// Stops waiting for `works`. The next collective of their group waits for them; messages keep their memory until then.
 void leave(const std::vector<Work>& works);
 
 // Ends the waits for all messages that are on their way, with an error.

@@ -1,13 +1,13 @@
 // The order in which this rank starts collectives, and how ranks detect that their orders differ.
 //
 // [Note: order of collectives]
-// Ranks must start the same collectives in the same order. They do not agree on each one before it starts, because a
-// round trip would cost more than the transfer. If orders differ, ranks hang, or mix up parameters of equal size. So
-// each rank counts the collectives that it starts, and keeps a running hash. All ranks compare counts and hashes before
-// an optimizer step (zcompile/ranks/order_check.py), so that no parameter gets a wrong update. A rank may hang before
-// it reaches a step, so a thread (zcompile/ranks/order_watch.py) compares with another rank about every second. After a
-// difference, the step, or the next collective, raises on all ranks, and names the collectives of each rank. Peer to
-// peer, only means over replicas (p2p/reducer.cpp) and gathers of uncached parameters are collectives.
+// Ranks must start the same collectives in the same order; otherwise they hang, or mix up parameters of equal size. To
+// agree on each collective before it starts would cost more than the transfer. So each rank counts the collectives that
+// it starts, and keeps a running hash. All ranks compare counts and hashes before an optimizer step
+// (zcompile/ranks/order_check.py), so that no parameter gets a wrong update. A rank may hang before it reaches a step,
+// so a thread (zcompile/ranks/order_watch.py) also compares with one other rank about every second. If ranks differ,
+// the step, or the next collective, raises on all ranks, and names the collectives of each rank. Over p2p, only means
+// over replicas (p2p/reducer.cpp) and gathers of uncached parameters are collectives.
 #pragma once
 
 #include <c10/util/ArrayRef.h>
@@ -26,10 +26,10 @@
 
 namespace zcompile {
 
-// The parameters of one gather or reduce.
+// Identifies one gather or reduce, for the hash.
 struct Collective {
   bool reduces = false;
-  int64_t model = 0;  // its number
+  int64_t model = 0;  // TransportContext::number()
   int64_t what = 0;  // a parameter's index; of several parameters, a hash
   at::ScalarType dtype = at::kByte;
   int64_t count = 1;  // of parameters
@@ -43,7 +43,7 @@ inline Collective collective_of(const ReduceRequest& request, int64_t model) {
   return {true, model, request.param->index, request.grad.scalar_type()};
 }
 
-// The hash of a sequence, from the hash of its beginning and its last element. It depends on the order of the elements.
+// Returns the hash of a sequence: `hash` is that of its elements before `next`, the last one. Their order matters.
 inline int64_t hash_chain(int64_t hash, int64_t next) {
   const auto mixed = (static_cast<uint64_t>(hash) * 0x9e3779b97f4a7c15) ^ static_cast<uint64_t>(next);
   return static_cast<int64_t>(mixed ^ (mixed >> 32));
@@ -78,21 +78,21 @@ class OrderLog {
 
   // The log of the process group named `group`.
   static std::shared_ptr<OrderLog> of(const std::string& group);
-  // The logs of a model's collectives: of the group that shards it, if that has several ranks, then of the group of
-  // its replicas, if there are any.
+  // Returns the logs of a model's process groups: of its gather group, if that has several ranks, and of its replicate
+  // group, if it has one.
   static std::vector<std::shared_ptr<OrderLog>> of_model(const TransportContext& model);
 
-  // Notes the next collective; `name` is that of its first parameter. Throws if ranks are known to differ.
+  // Records the next collective; `name`: of its first parameter. Throws if fail() was called.
   void append(const Collective& next, const std::string& name);
   // Counts an optimizer step: all ranks must step between the same collectives.
   void count_step();
-  // The last collectives, and every 256th of those before, by increasing number.
+  // Returns the last 64 collectives, and every 256th of earlier ones, by increasing number.
   std::vector<Mark> marks() const;
   Digest digest() const;
-  // Makes the next append throw, and every check, and ends waits on CPUs; the first message stays.
+  // Lets later append() and check() throw `message`, and ends waits on CPUs. A second call keeps the first message.
   void fail(const std::string& message);
-  std::string failure() const;  // empty unless ranks are known to differ
-  // Throws if ranks are known to differ.
+  std::string failure() const;  // the message of fail(); empty if it was not called
+  // Throws if fail() was called, because ranks differ in their order.
   void check() const;
 
  private:

@@ -21,16 +21,16 @@ struct ShardedParam : ShardLayout {
   int64_t index = 0;  // in the model's table
   std::string name;
   at::Tensor shard;  // this rank's piece, in the dtype of the main parameter; not the autograd leaf over it
-  // With main parameters sharded over hosts: the flat shard from which ranks of one host gather. `shard` is a part of
-  // it. Else undefined. See [Note: host shards] in runtime/host_shards.h.
+  // If main parameters are sharded over hosts: the flat shard from which ranks of one host gather, and of which `shard`
+  // is a piece. Otherwise undefined. See [Note: host shards] in runtime/host_shards.h.
   at::Tensor host_shard;
   std::vector<int64_t> shape;  // of the unsharded parameter
   std::optional<at::ScalarType> reduce_dtype;
-  // The class of the main parameter, if that is a tensor subclass with FSDP2's all-gather hooks; else empty. Its
-  // `shard` has no memory: in its place, components are gathered.
+  // The class of the main parameter, if it is a tensor subclass with FSDP2's all-gather hooks; else empty. `shard` then
+  // has no memory: components, the tensors that fsdp_pre_all_gather returns, are gathered in its place.
   std::string subclass;
-  // Whether this is a component: a tensor that such a class makes of a main parameter before each gather. Its `shard`
-  // exists only while a gather starts, so no transport may keep a copy for the next gather.
+  // Whether this is a component: one of the tensors that fsdp_pre_all_gather makes of a main parameter before each
+  // gather. `shard` then has memory only while a gather starts, so transports cannot keep a copy for the next gather.
   bool is_component = false;
   mutable std::optional<NarrowShard> narrow;  // only if `shard` lies in host memory, which the device reads slowly
   // Counters of the tensors through which users may write to the shard.
@@ -43,12 +43,12 @@ struct ShardedParam : ShardLayout {
     return version;
   }
 
-  // Whether peers may read cached copies of the shard in `dtype`. Copies in another dtype than the narrow shard's would
-  // be cast from host memory in each step.
+  // Whether peers may read cached copies of the shard in `dtype`. If the main parameter is in host memory, only in the
+  // dtype of `narrow`: for another dtype, each training step would cast from host memory.
   bool is_cached_in(at::ScalarType dtype) const { return !narrow || narrow->copy.scalar_type() == dtype; }
-  // This rank's piece, flat, for a gather in `dtype`.
+  // Returns this rank's piece, flat, from which a gather in `dtype` reads.
   at::Tensor source(at::ScalarType dtype) const;
-  // Copies the main parameter to the narrow shard again, on the current stream, if it was written to.
+  // Casts the main parameter to `narrow` on the current stream, if the main parameter has changed since the last time.
   void renew_narrow() const;
 };
 

@@ -56,13 +56,13 @@ void fail_together(const std::string& group, c10::Device device, const std::func
     const auto* text = static_cast<const char*>(received.const_data_ptr()) + rank * text_bytes;
     TORCH_CHECK(
         *text == 0,
-        "zcompile: rank " + std::to_string(rank) + " of the group failed in what all ranks do together: " + text);
+        "zcompile: rank " + std::to_string(rank) + " of the process group failed in a collective call: " + text);
   }
 }
 
 namespace {
 
-// How long an abort waits for those that start collectives. Longer than that, they wait for a rank that does not come.
+// How long an abort waits for threads that start collectives. A thread that takes longer waits for a lost rank.
 constexpr auto longest_start = std::chrono::seconds(2);
 
 std::shared_timed_mutex& communicators() {
@@ -105,7 +105,7 @@ std::shared_lock<std::shared_timed_mutex> keep_communicators() { return std::sha
 
 void abort_nccl(const std::set<std::string>& groups) {
   std::unique_lock alone(communicators(), longest_start);
-  // At once. An abort frees memory, which waits for the device, which may wait in a collective of another group.
+  // All at once: an abort frees memory, so it waits for the device, which may wait in a collective of another group.
   std::vector<std::thread> threads;
   for (const auto& group : groups) {
     if (auto backend = nccl_of(group)) threads.emplace_back([backend] { backend->abort(); });
@@ -128,7 +128,7 @@ CoalescedCollectives::~CoalescedCollectives() {
   if (!open_) return;
   try {
     group_->endCoalescing(device_);  // a group left open would swallow the collectives that follow
-  } catch (const std::exception&) {  // the first error is on its way already
+  } catch (const std::exception&) {  // an earlier error is being thrown already
   }
 }
 

@@ -1,4 +1,4 @@
-// Process groups by their names, what their ranks do together, and collectives that travel together.
+// Process groups by name, collective calls over them, and collectives that start together.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,46 +18,45 @@ namespace zcompile {
 using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Work = c10::intrusive_ptr<c10d::Work>;
 
-// Throws, with what to do, if the group was closed.
+// Returns the process group named `name`; throws if it was destroyed.
 ProcessGroup resolve_group(const std::string& name);
 
 // The timeout that the user gave the group's collectives on GPUs.
 std::chrono::milliseconds timeout_of(const std::string& group);
 
-// Returns `own` of every rank of the group, [ranks, bytes] on `device`. `own` are bytes on the host, equally many on
-// each rank.
+// All-gathers `own`, bytes on the host, equally many on each rank. Returns [ranks, bytes] on `device`.
 at::Tensor gather_bytes(const std::string& group, c10::Device device, const at::Tensor& own);
 
-// Calls `attempt` on every rank of the group, which call this together. Where it fails on one, this throws on all: that
-// rank's own error there, and an error that names that rank on the others.
+// Calls `attempt` on every rank of the group; a collective call. If `attempt` throws on one rank, this function throws
+// on all: on that rank the same error, on the others an error that names that rank.
 void fail_together(const std::string& group, c10::Device device, const std::function<void()>& attempt);
 
-// Why NCCL's collectives of this group fail, as torch's watchdog found. Empty while they work, and where the group is
-// closed or has no NCCL.
+// Returns why NCCL's collectives of this group fail, as torch's watchdog found. Returns an empty string if they work,
+// or if the group was destroyed or has no NCCL.
 std::string nccl_failure(const std::string& group);
 
-// Makes NCCL's communicator of each of `groups` now, on all its ranks together, and those connections of
-// `all_to_all_groups` that the first all-to-all of each would make. Making either waits for the other ranks on the
-// host. NCCL has no timeout for that, and torch's watchdog sees the collective only afterwards.
+// Creates NCCL's communicators of `groups`, and the connections that all-to-alls over `all_to_all_groups` use; a
+// collective call. Otherwise, the first collectives of training would create them. The host waits for the other ranks
+// meanwhile, without a timeout of NCCL, and torch's watchdog does not see this wait.
 void connect_nccl(const std::set<std::string>& groups, const std::set<std::string>& all_to_all_groups);
 
-// Ends NCCL's collectives of all these groups on this rank, with wrong results: a host that waits for a device that
-// waits for another rank goes on. None can be started afterwards. Waits until no collective is being started: NCCL may
-// not free a communicator that another thread is in, and torch does not see to that.
+// Aborts NCCL's collectives of all these groups on this rank, so that a host that waits for its GPU, which waits for
+// another rank, continues. Their results are wrong, and no more can start. First waits, for 2 s at most, for threads
+// that are starting collectives: NCCL must not free a communicator in use, and torch does not ensure that.
 void abort_nccl(const std::set<std::string>& groups);
 
 // The text of an error, without the C++ stack.
 std::string message_of(const std::exception& error);
 
-// One path for all dtypes, also those that a backend does not know.
+// Views a flat tensor as bytes, so that collectives transfer dtypes that their backend does not know.
 inline at::Tensor as_bytes(const at::Tensor& flat) { return flat.view(at::kByte); }
 
-// While this is held, no communicator is freed. For whoever starts a collective that NCCL may run.
+// While the lock is held, abort_nccl() frees no communicator. Code must hold it while it starts an NCCL collective.
 std::shared_lock<std::shared_timed_mutex> keep_communicators();
 
-// Several collectives. With NCCL they are one group, launched together. Other backends know no groups: there,
-// parameters that travel together are packed into one collective, which costs less than the latency of many. Between
-// the constructor and end() nothing but collectives may run, so that nothing else can fail inside a group.
+// Starts several collectives together: with NCCL as one group (torch's startCoalescing). Other backends cannot, so
+// there the caller packs the tensors of several parameters into one collective, to avoid the latency of many. Between
+// the constructor and end(), only collectives may run, so that no other error leaves NCCL's group open.
 class CoalescedCollectives {
  public:
   CoalescedCollectives(ProcessGroup group, c10::Device device, size_t count);

@@ -21,9 +21,9 @@ struct ShardLayout {
   constexpr int64_t padded_numel(int64_t world) const { return replicated ? numel : chunk * world; }
 };
 
-// Bytes of one piece where pieces of several parameters lie one after the other. Each piece begins at a multiple of 16
-// bytes, so that every dtype is read in place. An empty piece takes some bytes too: a row of zero bytes could not be
-// viewed in the dtype.
+// Returns the bytes of a piece in a buffer of pieces of several parameters. Each piece begins at a multiple of 16
+// bytes, so that it can be viewed in any dtype. An empty piece takes 16 bytes, because torch cannot view zero bytes in
+// a dtype.
 constexpr int64_t packed_bytes(int64_t length, int64_t element_bytes) {
   constexpr int64_t alignment = 16;
   const auto bytes = std::max<int64_t>(length, 1) * element_bytes;

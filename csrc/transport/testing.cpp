@@ -1,4 +1,4 @@
-// Transports for tests and benchmarks: as late as a transfer may be, slow on one rank, and without any cost.
+// Transports for tests and benchmarks: one that transfers as late as possible, a slow one, and one that moves nothing.
 
 #include "transport/transport.h"
 

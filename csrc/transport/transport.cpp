@@ -1,4 +1,4 @@
-// The parts of parameters that transports read, and the default implementations of optional transfers.
+// The shards from which transports gather, and the default implementations of optional transfers.
 
 #include "transport/transport.h"
 
