@@ -1,5 +1,5 @@
-// The multi-tensor cast. It is bound by memory bandwidth: a thread reads four neighbouring elements at a time, so that
-// a warp reads and writes whole cache lines in every dtype, and has several such reads in flight.
+// The cast of many tensors in one launch. Memory bandwidth limits it, so a thread reads four neighbouring elements at a
+// time and has several such reads in flight; a warp then reads and writes whole cache lines in every dtype.
 
 #include "kernels/kernels.h"
 

@@ -90,10 +90,10 @@ __global__ void __launch_bounds__(threads) sum_rows_kernel(
   }
 }
 
-// Returns the first index of `row` in `sums.rows`; -1 if there is none. All threads of a warp search together, 32
-// places at a time.
+// Returns the first index of `row` in `sums.rows`, or -1 if `row` is not there. All threads of a warp search together,
+// at 32 indices in each iteration.
 __device__ int64_t place_of(const RowSums& sums, int64_t row) {
-  int64_t low = 0, high = sums.count;  // the result is the first place in [low, high] not below `row`
+  int64_t low = 0, high = sums.count;  // the result is the first index in [low, high] not below `row`
   while (low < high) {
     const int64_t step = (high - low + 31) / 32;
     const auto probe = low + static_cast<int64_t>(threadIdx.x % 32) * step;
@@ -120,10 +120,10 @@ __global__ void __launch_bounds__(threads)
   __threadfence_system();  // makes the writes visible to a peer
 }
 
-constexpr int rows_at_once = 8;  // of one block of threads
+constexpr int rows_at_once = 8;  // that one CUDA block computes
 
-// One thread of each warp finds whether any rank has a sum for a row; all threads then add up the rows with a sum. Most
-// rows have none, and `out` already has zeros there; they are written only if there is a base.
+// In each warp, one thread per row finds whether any rank has a sum for it. Then all threads of the block compute the
+// mean of each such row. Other rows, most of them, are already zeros in `out`, and are written only to add `base`.
 template <typename In, typename Out, bool with_squares, int width>
 __global__ void __launch_bounds__(threads) mean_rows_kernel(
     const __grid_constant__ Pieces spread, int ranks, int64_t has_offset, int own, const RowSums own_sums,

@@ -1,5 +1,5 @@
-// A step of AdamW that also writes the copy of each shard that peers read, because the new parameters are in registers
-// and need not be read again. It is bound by memory bandwidth: 28 bytes an element, and the copy.
+// An AdamW step that also writes the copies of shards that peers read, because it has the new parameters in registers.
+// Memory bandwidth limits it: it reads and writes 28 bytes for each element, and the copy.
 
 #include "kernels/kernels.h"
 
@@ -17,7 +17,7 @@ struct AdamBatch {
   int count;
 };
 
-// Corrections of the bias of moving averages that began with zeros.
+// AdamW's corrections of the bias of moving averages that began with zeros.
 struct Bias {
   float first;
   float second_root;

@@ -1,5 +1,5 @@
-// Launches of all kernels. Headers of kernels include no torch header: nvcc compiles such sources in two seconds, and
-// sources with torch's headers in over twenty.
+// Functions that launch the CUDA kernels. This header includes no torch header, because nvcc compiles a source without
+// torch's headers in two seconds, and a source with them in over twenty.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -34,8 +34,8 @@ struct Mean {
 };
 
 // Computes result = base + (rows[0] + rows[1] + ...) / divisor for each of `count` means of `row_count` <= max_ranks
-// rows. Sums in fp32 in this order, rounds the mean to `out`, and then adds `base`, which has type `out` too. With
-// `squares`, CUDA block i of blocks_of_mean(numel) adds the squares of its results to squares[i].
+// rows. The sum is in fp32, in this order. The mean is rounded to type `out` before `base`, of the same type, is added.
+// With `squares`, CUDA block i of blocks_of_mean(numel) adds the squares of its results to squares[i].
 cudaError_t launch_mean(
     Type in, Type out, const Mean* means, int count, int row_count, float divisor, cudaStream_t stream);
 
@@ -57,26 +57,27 @@ struct RowSums {
   int64_t count;
 };
 
-// Writes row indices[i] of the matrix, which has `total` rows of `row_bytes` each, to to[i]. An index out of range ends
-// the context with a message.
+// Copies row indices[i] of the matrix `from` (`total` rows of `row_bytes` each) to row i of `to`, for `count` indices.
+// An index out of range prints a message and ends the CUDA context.
 cudaError_t launch_read_rows(
     const Pieces& from, const int64_t* indices, int64_t count, int64_t total, int64_t row_bytes, void* to,
     cudaStream_t stream);
 
-// Sums the values of each row: for the first i with rows[i] = r, sums[i] is the sum of values[order[j]] for all j with
-// rows[j] = r, in fp32 in this order, rounded. `rows` is ascending. Negative rows are left out.
+// Sums gradients of rows: values[order[j]] is a gradient of row rows[j], and `rows` is ascending. For the first i with
+// rows[i] = r, sums[i] is the sum for row r, in fp32, in the order of j, and then rounded. Negative rows are ignored.
 cudaError_t launch_sum_rows(
     Type in, Type out, const void* values, const int64_t* rows, const int64_t* order, int64_t count, int64_t columns,
     void* sums, cudaStream_t stream);
 
-// Writes the sum for row first + i to to[i], for `count` rows, and whether it exists to has[i]. Without `has`, writes
-// zeros for a row without a sum.
+// For each i < `count`, writes the sum for row first + i to row i of `to`, and to has[i] whether `from` has this sum.
+// If `has` is null, writes zeros for a row without a sum.
 cudaError_t launch_spread_rows(
     const RowSums& from, int64_t row_bytes, int64_t first, int64_t count, void* to, uint32_t* has, cudaStream_t stream);
 
-// Computes the mean of `count` rows from row `first` on, as launch_mean does; a rank without a sum for a row counts as
-// zeros. Sums of other ranks are as launch_spread_rows wrote them, with `has` at byte `has_offset`; those of rank `own`
-// are `own_sums`. Without `base`, `result` must be zeros, because only rows with a sum of some rank are written.
+// Computes means over ranks, as launch_mean does, for `count` rows from row `first` on. A rank without a sum for a row
+// counts as zeros. Rank r's sums are in spread.of[r], as launch_spread_rows wrote them, with `has` at byte
+// `has_offset`; those of this rank, `own`, are `own_sums`. If `base` is null, `result` must be zeros: rows without any
+// sum are not written.
 cudaError_t launch_mean_rows(
     Type in, Type out, const Pieces& spread, int ranks, int64_t has_offset, int own, const RowSums& own_sums,
     int64_t first, int64_t count, int64_t columns, const void* base, void* result, float divisor, double* squares,
@@ -90,7 +91,7 @@ struct AdamEntry {
   const float* gradient;
   float* exp_avg;
   float* exp_avg_sq;
-  const float* count;  // on the device: the number of steps, with this one
+  const float* count;  // on the device: the number of steps, including this one
   void* copy;  // receives the new main parameters, cast; null: none
   int64_t numel;
 };
@@ -111,7 +112,7 @@ struct Copy {
 cudaError_t launch_pull(const Copy* copies, int count, cudaStream_t stream);
 
 // Loads all kernels. Otherwise, the first launch of a kernel would load it and wait for the device, and while a stream
-// hangs, this would block the host, the watchdog included.
+// hangs, this would block the host, and the watchdog too.
 cudaError_t load_kernels();
 
 // Ends the context with an error, so that every wait for this device returns an error.

@@ -1,5 +1,5 @@
-// Shared by kernels: vectorised accesses, sums over a block, one launch for up to `entries` tensors that are cut into
-// tiles, and the loading of kernels.
+// Code that kernels share: vectorised accesses, sums over a CUDA block, one launch for up to `entries` tensors that are
+// cut into tiles, and the loading of kernels.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -61,8 +61,8 @@ __device__ void store(T* to, const Pack<T, width>& pack) {
 
 inline __host__ __device__ bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
-// Returns one element of base + sum / divisor; the mean is rounded to Out before `base` is added. Adds the element's
-// square to `squares`.
+// Returns base + mean for one element. The mean, sum / divisor, is rounded to Out before `base` is added. If
+// `with_squares`, adds the square of the result to `squares`.
 template <bool with_squares, typename Out>
 __device__ Out mean_element(float sum, float divisor, bool has_base, Out base, double& squares) {
   auto element = narrow<Out>(__fdiv_rn(sum, divisor));
@@ -85,7 +85,7 @@ inline __device__ void add_over_block(double value, double* to) {
   *to += value;
 }
 
-// Returns the entry of a batch to which a tile belongs.
+// Returns the index of the entry of `batch` that has tile `tile`.
 template <typename Batch>
 __device__ int entry_of(const Batch& batch, int tile) {
   int low = 0, high = batch.count - 1;  // the last entry that begins at or before the tile
@@ -100,8 +100,9 @@ __device__ int entry_of(const Batch& batch, int tile) {
   return low;
 }
 
-// Calls `launch(batch, tiles)` for every `entries` of the `count` items, each of `size_of(item)` units. A CUDA block
-// has one tile: if it looped over several tiles, memory would be idle between them.
+// Calls `launch(batch, tiles)` for each batch of up to `entries` items. A tile has `per_tile` of the size_of(item)
+// elements or bytes of an item, and its own CUDA block: with several tiles in a block, memory would be idle between
+// them.
 template <typename Batch, typename Item, typename SizeOf, typename Launch>
 cudaError_t in_batches(
     const Item* items, int count, int64_t per_tile, Item (Batch::*member)[entries], SizeOf size_of, Launch launch) {

@@ -1,7 +1,7 @@
-// The arithmetic of transports: casts before transfers and means after them. Two sums are elsewhere: rows of embeddings
-// peer to peer (embedding_rows.cu), and replicas that `accumulate` defers (zcompile/training/deferred_reduces.py). All
-// round to nearest even on every device, and sum in rank order in fp32 or wider. Only `native_reduce`
-// (transport/c10d.cpp) leaves the sum to the backend.
+// The arithmetic of transports: casts before transfers, and means over ranks after them. Sums are in rank order, in
+// fp32 or wider, and round to nearest even on every device; only with `native_reduce` (transport/c10d.cpp) does the
+// backend sum. Two sums are in other files: of rows of embeddings over p2p (embedding_rows.cu), and over replicas if
+// `zcompile.accumulate` defers it (zcompile/training/deferred_reduces.py).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,11 +16,11 @@ namespace zcompile {
 // Returns the dtype in which gradients that are transferred in dtype `wire` are summed.
 at::ScalarType sum_dtype(at::ScalarType wire);
 
-// Copies from[i] to to[i] with a cast. All tensors are contiguous, and those of a pair have the same size. On CUDA, one
-// launch for each pair of dtypes.
+// Casts from[i] into to[i]. All tensors are contiguous; from[i] and to[i] have the same number of elements. On CUDA,
+// all casts from one dtype to another are one launch.
 void cast(const std::vector<at::Tensor>& from, const std::vector<at::Tensor>& to);
 
-// Further tensors of a reduce besides gradients; each may be undefined.
+// Optional tensors of a reduce; each may be undefined.
 struct ReduceExtras {
   at::Tensor base;  // flat, of the dtype of the result: the mean is added to it
   at::Tensor squares;  // receives partial sums of squares of the result; see make_squares
@@ -48,8 +48,8 @@ struct SortedRows {
   at::Tensor sums;  // shaped like the gradients, in another dtype: at the first i of each row, its sum
 };
 
-// Sums the gradients of each row in fp32, in the order of `indices`. `grad` [count, columns] and `indices` [count] are
-// contiguous.
+// Sums the gradients of each row of a matrix in fp32, in the order of `indices`, and rounds the sums to `dtype`.
+// grad[i], a row of `grad` [count, columns], is a gradient of row indices[i]. Both tensors are contiguous.
 SortedRows sum_rows(const at::Tensor& grad, const at::Tensor& indices, at::ScalarType dtype);
 
 // Writes the sums of rows, and zeros for all other rows, to `dense` [rows, columns].

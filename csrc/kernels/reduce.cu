@@ -1,5 +1,5 @@
-// fp32 sums of slices of many gradients in one launch. They are bound by memory bandwidth, and read as casts do
-// (cast.cu).
+// Means over ranks of slices of many gradients, in one launch. Memory bandwidth limits it, so threads read several
+// elements at a time, as the cast does (cast.cu).
 
 #include "kernels/kernels.h"
 
@@ -24,7 +24,7 @@ struct MeanEntry {
 };
 
 struct MeanBatch {
-  const void* rows[max_rows];  // those of the first entry, then those of the second, ...
+  const void* rows[max_rows];  // the rows of the first entry, then those of the second, ...
   MeanEntry entries[max_means];
   int first_tile[max_means + 1];
   int count;
