@@ -76,8 +76,8 @@ cudaError_t launch_spread_rows(
 
 // Computes means over ranks, as launch_mean does, for `count` rows from row `first` on. A rank without a sum for a row
 // counts as zeros. Rank r's sums are in spread.of[r], as launch_spread_rows wrote them, with `has` at byte
-// `has_offset`; those of this rank, `own`, are `own_sums`. If `base` is null, `result` must be zeros: rows without any
-// sum are not written.
+// `has_offset`; those of this rank, `own`, are `own_sums`. If `base` is null, rows without any sum are not written;
+// they must be zeros.
 cudaError_t launch_mean_rows(
     Type in, Type out, const Pieces& spread, int ranks, int64_t has_offset, int own, const RowSums& own_sums,
     int64_t first, int64_t count, int64_t columns, const void* base, void* result, float divisor, double* squares,

@@ -101,8 +101,7 @@ __device__ int entry_of(const Batch& batch, int tile) {
 }
 
 // Calls `launch(batch, tiles)` for each batch of up to `entries` items. A tile has `per_tile` of the size_of(item)
-// elements or bytes of an item, and its own CUDA block: with several tiles in a block, memory would be idle between
-// them.
+// elements or bytes of an item. A CUDA block has one tile: with several, memory would be idle between them.
 template <typename Batch, typename Item, typename SizeOf, typename Launch>
 cudaError_t in_batches(
     const Item* items, int count, int64_t per_tile, Item (Batch::*member)[entries], SizeOf size_of, Launch launch) {

@@ -74,9 +74,8 @@ class CapturedGraph {
   CapturedGraph(const CapturedGraph&) = delete;
   CapturedGraph& operator=(const CapturedGraph&) = delete;
 
-  // Calls the effects in `before`, recorded in an uncaptured call of the code: device work that cannot be captured.
-  // Then makes the current stream wait for all transfers; the caller must make the capture's stream wait for the
-  // current one.
+  // Calls the effects in `before`, device work that cannot be captured, recorded in an uncaptured call of the code.
+  // Then makes the current stream wait for all transfers; the capture's stream must wait for the current stream.
   void prepare_capture(const HostRecording& before);
   // Returns the inputs with which to call the code for the capture. Called once.
   Tensors inputs();

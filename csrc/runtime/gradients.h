@@ -26,8 +26,7 @@ inline at::Tensor alive(const WeakTensor& weak) {
 }
 
 // In `zcompile.accumulate`, a reduce adds its mean to the gradient of earlier microbatches, which saves a pass over
-// both. The reference to this gradient is weak: if the program drops or replaces the gradient, the reduce must not add
-// to it.
+// both. The reference to this gradient is weak: a reduce adds to no gradient that the program dropped or replaced.
 class GradAccumulation {
  public:
   // Lets the next reduce add to `gradient`, which is the .grad of `owner` or its local tensor, if `owner` still has

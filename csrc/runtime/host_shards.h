@@ -8,8 +8,7 @@
 //
 // Two transfers cross hosts. The first is the all-gather of stale host shards, whose main parameters may have changed:
 // all of them at once, after an optimizer step, else at the first gather that reads a stale one. The second ends each
-// reduce: the ranks of a host sum their gradients, and then reduce-scatter these sums over hosts. `zcompile.accumulate`
-// may defer the reduce-scatter.
+// reduce, and may be deferred by `accumulate`: ranks of a host sum gradients, and then reduce-scatter them over hosts.
 //
 // Fused optimizers and writes through .data do not increase version counters. So a host shard also becomes stale at the
 // end of a backward that reduced its gradient; in `zcompile.accumulate`, at the end of the `with` block.
@@ -53,13 +52,12 @@ class HostShards : public TransportContext {
   void expire(c10::ArrayRef<ParamState*> params);
   // Called after an optimizer changed the main parameters of `stepped`. Starts to gather all stale host shards.
   void gather_after_step(c10::ArrayRef<ParamState*> stepped);
-  // Makes the current stream, or a CPU, wait for the host shards of `params`. If one is stale, first gathers all stale
-  // ones.
+  // Makes the current stream, or a CPU, wait for the host shards of `params`. If one is stale, gathers stale ones
+  // first.
   void ready(c10::ArrayRef<ParamState*> params);
   void ready_all() { ready(params_); }
 
-  // Called before a reduce. `takes_sum`: whether to keep a deferred sum over hosts; false if backward drops the
-  // gradient.
+  // Called before a reduce. `takes_sum`: whether a deferred sum counts, because backward does not drop the gradient.
   void note_reduce(ParamState& param, bool takes_sum);
   // Marks host shards with reduced gradients stale. Called at the end of a backward, or of `zcompile.accumulate`.
   void expire_reduced();

@@ -44,8 +44,7 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   // Watches the version counters of `main_params`, the tensors through which users may write to the shard.
   void watch(int64_t index, const std::vector<at::Tensor>& main_params);
   // Lets assigned_data() find an assignment to `.data` of `parameter`, the DTensor that users see, which does not reach
-  // the shard. Keeps no reference to the DTensor, because torch.utils.swap_tensors refuses tensors with other
-  // references.
+  // the shard. Keeps no reference to the DTensor: torch.utils.swap_tensors refuses a tensor with other references.
   void guard_data(int64_t index, const at::Tensor& parameter) { state(index).guarded = parameter.storage(); }
   // Returns the index of the first of `parameters` whose `.data` was assigned to since guard_data(), or -1.
   int64_t assigned_data(at::TensorList parameters) const;
@@ -60,8 +59,7 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   // `forbid`: lets gathers of the parameter throw, because modules hold it unsharded inside of zcompile.unshard.
   void forbid_gathers(int64_t index, bool forbid) { state(index).is_whole = forbid; }
   // `name`: "c10d"; "p2p" (a collective call); "p2p in step", with a barrier before transfers of two ranks too;
-  // "loopback"; or, for tests, one of these after "late " or "delayed ". Throws ValueError if this build lacks the
-  // transport.
+  // "loopback"; or, for tests, one of these after "late " or "delayed ". Throws ValueError if this build lacks it.
   void use_transport(const std::string& name, const P2pSettings& settings = {});
 
   // Calls Transport::prepare_for_graphs of this transport, and of each later one.

@@ -1,6 +1,5 @@
-// Host work of ops, such as the log of the order of collectives. A replay of a CUDA graph calls no ops. So during a
-// capture, this thread records the host work of each op as a function (an effect), and each replay calls it
-// (runtime/captured_graph.h).
+// Host work of ops, such as the log of the order of collectives. A replay of a CUDA graph calls no ops. So a capture
+// records the host work of each op as a function (an effect), which each replay calls (runtime/captured_graph.h).
 #pragma once
 
 #include <c10/util/Exception.h>

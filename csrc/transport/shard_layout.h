@@ -22,8 +22,7 @@ struct ShardLayout {
 };
 
 // Returns the bytes of a piece in a buffer of pieces of several parameters. Each piece begins at a multiple of 16
-// bytes, so that it can be viewed in any dtype. An empty piece takes 16 bytes, because torch cannot view zero bytes in
-// a dtype.
+// bytes, so that it can be viewed in any dtype. An empty piece takes 16 bytes, because torch cannot view zero bytes.
 constexpr int64_t packed_bytes(int64_t length, int64_t element_bytes) {
   constexpr int64_t alignment = 16;
   const auto bytes = std::max<int64_t>(length, 1) * element_bytes;
