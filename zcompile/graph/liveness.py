@@ -1,20 +1,20 @@
-"""Find where each storage of a graph is made and where it dies.
+"""Find the nodes of an FX graph at which each storage, the memory of a result, is made and freed.
 
-A storage dies after its last reader, through any alias, as compiled code frees it.
+Compiled code frees a storage after its last reader, including readers of aliases: there it *dies*.
 
 [Note: what fuses]
-Inductor seldom writes the result of a pointwise node to memory: it computes the result again inside each reader. So
-here such a result has no storage, and the storages from which it is computed live until its readers are done.
+Inductor seldom writes the result of a pointwise node to memory: each reader computes the result again. So such a result
+has no storage here, and the storages from which it is computed live until its readers have run.
 
-Nodes that fuse are pointwise nodes, casts, copies and reductions. All others, such as matmuls, attention and transfers,
-do not. A *segment* is the run of nodes between two that do not fuse. The result of a node that fuses is written to
-memory if a reader of it does not fuse, or stands in a later segment. The exception are pointwise nodes whose readers in
-later segments depend on them through nodes that fuse alone, such as a mask that waits for a matmul: Inductor computes
-them beside those readers.
+Nodes that fuse are pointwise nodes, casts, copies and reductions. Others, such as matmuls, attention and transfers, do
+not fuse, and divide the graph into *segments*. The result of a node that fuses is written to memory if one of its
+readers does not fuse, or is in a later segment. There is one exception: Inductor computes a pointwise node in the later
+segment, beside its readers, if no node that does not fuse is on a path from it to them. An example is a mask that is
+added to the result of a matmul.
 
-Nodes that share arguments become one *kernel*, also of several segments, unless one waits for another through a node
-that does not fuse. Arguments and results of a kernel live until its last node. But it writes a result over an argument
-of the same size that this result alone reads, and nothing later.
+Nodes that fuse and share arguments become one *kernel*, also across segments, unless one depends on another through a
+node that does not fuse. A kernel's arguments and results live until its last node. But if only one node of the kernel,
+and no later node, reads an argument, the kernel writes this node's result over the argument if both have the same size.
 """
 
 import operator
@@ -27,7 +27,7 @@ from torch.fx import Graph, Node
 
 from zcompile.graph.ops import args_of, aten, named_args, nodes_in, result_bytes
 
-# Ops that are computed inside of each reader, as those with torch's tag for pointwise ones are.
+# Ops that are computed inside of each reader, besides those with torch's tag for pointwise ops.
 POINTWISE = {
     aten._to_copy.default,
     aten.arange.start_step,
@@ -80,7 +80,7 @@ class Storage:
 
 
 class Liveness:
-    """All storages of `graph`. Iterating gives each once, in the order of their makers.
+    """All storages of `graph`. Iteration yields each storage once, in the order of the nodes that make them.
 
     Args:
         fused: whether pointwise nodes fuse, as under Inductor.
@@ -110,7 +110,7 @@ class Liveness:
     ) -> list[int]:
         """Return the bytes alive while each node runs: its arguments, its result, and storages that later nodes read.
 
-        Storages of nodes in `exclude` do not count, those of nodes in `scaled` count `scale` times.
+        Storages made by nodes in `exclude` do not count; those made by nodes in `scaled` count `scale` times.
         """
         change = [0] * (len(self.nodes) + 2)
         dies = {storage: storage.dies for storage in self if storage.maker not in exclude}
@@ -123,7 +123,7 @@ class Liveness:
         return list(accumulate(change[: len(self.nodes)]))
 
     def _run_at_once(self, kernel: list[Node], dies: dict[Storage, int]) -> None:
-        """Let the arguments and the results of a kernel live until its last node."""
+        """Change `dies`, so that a kernel's arguments and results live until its last node; see [Note: what fuses]."""
         first, last = (self.position[node] for node in (kernel[0], kernel[-1]))
         results = {storage for node in kernel for storage in self.storages[node] if storage in dies}
         readers: dict[Storage, list[Node]] = {}
@@ -142,8 +142,8 @@ class Liveness:
             dies[result] = max(dies[result], last)
 
     def _kernels(self) -> list[list[Node]]:
-        """Written nodes that fuse: those of one list share arguments, and none waits for another through a node that
-        does not fuse."""
+        """Return the nodes of each kernel. They are written, fuse and share arguments, and none depends on another
+        through a node that does not fuse."""
         kernel_of: dict[Node, list[Node]] = {}
         last_reader: dict[Storage, Node] = {}
         for node in self.nodes:

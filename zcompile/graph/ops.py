@@ -28,7 +28,7 @@ ops = torch.ops.zcompile
 
 @torch.library.register_fake("zcompile::gather")
 def _fake_gather(shard: torch.Tensor, shape: list[int], dtype: torch.dtype, domain: int = 0) -> torch.Tensor:
-    """The shape and dtype of a gathered parameter, which Dynamo takes for an nn.Parameter, as eager code does."""
+    """Return a fake gathered parameter, which Dynamo takes for an nn.Parameter, as it is in eager code."""
     unsharded = shard.new_empty(shape, dtype=dtype)
     unsharded._is_param = True
     return unsharded
@@ -54,14 +54,14 @@ ROW_REDUCES = {REDUCE_ROWS, REDUCE_ROWS_START}
 REDUCES = {REDUCE, REDUCE_ROWS, *REDUCE_STARTS}
 WAITS = {GATHER_WAIT, REDUCE_WAIT}
 
-# A key of `meta` of a gather whose result is saved for backward, if only this graph and its backward read the result.
-# The value says whether the transport may provide the memory of the result.
+# A key in `meta` of a gather whose result the pass `save_for_backward` saves; only this graph and its backward read it.
+# The value says whether the result may be in memory of the transport.
 SAVED_FOR_BACKWARD = "zcompile_saved_for_backward"
 
 # The least default of the option `reduce_budget_bytes`: two of the largest matrices of a 7 B model in bf16.
 LEAST_REDUCE_BUDGET_BYTES = 256 << 20
 
-# Ops whose output holds elements of their first argument, unchanged, beside views of one result.
+# Ops, besides views, whose result has unchanged elements of their first argument.
 MOVEMENT = {
     aten.clone.default,
     aten.index.Tensor,
@@ -74,9 +74,9 @@ MOVEMENT = {
     operator.getitem,
 }
 
-# Ops, with all their overloads, that read parameters and never write their result over their first argument. Inductor
-# lets some ops do that where nobody else in the graph reads the argument (`index_put`, custom ops that mutate). It
-# cannot see the next microbatch.
+# Ops, with all their overloads, that read parameters and never write their result over their first argument. For some
+# other ops (`index_put`, custom ops that mutate), Inductor does so if no other node of the graph reads the argument.
+# But the next microbatch may read it: a cached parameter.
 PURE_READERS = {
     aten.addmm,
     aten.baddbmm,
@@ -101,7 +101,7 @@ PURE_READERS = {
 
 WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default  # for a collective that the model asked for
 
-# Gradients of movement: they copy their first argument into zeros. They commute with a cast, as movement does.
+# Gradients of ops that move elements: they copy their first argument into zeros, and commute with a cast.
 SCATTERS = {aten.select_backward.default, aten.slice_backward.default}
 
 
@@ -121,13 +121,13 @@ def is_user_collective(node: Node) -> bool:
 
 
 def user_collective_of(node: Node) -> str:
-    """The name of the collective that `node` starts for the model itself, or an empty string."""
+    """Return the name of the model's own collective that `node` starts; an empty string if it starts none."""
     name: str = getattr(node.target, "_qualified_op_name", "") or getattr(node.target, "_name", "")
     space, _, op = name.partition("::")
     return op.split(".")[0] if space.startswith("_c10d_functional") and not op.startswith("wait_tensor") else ""
 
 
-DOMAINS_OF_MODEL = 1 << 16  # in graphs of several models, domains of the second begin here; csrc/ops.cpp knows it too
+DOMAINS_OF_MODEL = 1 << 16  # in a graph of several models, domains of model i begin at i times this; see csrc/ops.cpp
 
 
 def domain_of(node: Node) -> int:
@@ -136,18 +136,18 @@ def domain_of(node: Node) -> int:
 
 
 def domain_args(node: Node) -> tuple[int, ...]:
-    """The last argument of another gather or reduce of the domain of `node`; none for the first domain, the default."""
+    """Return the last arguments for a new gather or reduce of the domain of `node`: none for domain 0, the default."""
     domain = domain_of(node)
     return (domain,) if domain else ()
 
 
 def args_of(node: Node) -> tuple[Any, ...]:
-    """The arguments of a call, for callers that know their types from the schema. FX types them as a wide union."""
+    """Return the arguments of a call, untyped: callers know the types from the op's schema, FX only a wide union."""
     return node.args
 
 
 def named_args(node: Node) -> dict[str, Any]:
-    """The arguments of a call of an op that are given, by their names in its schema."""
+    """Return the arguments that a call gives to an op, by their names in the op's schema."""
     schema = cast(torch._ops.OpOverload, node.target)._schema
     return {**dict(zip((argument.name for argument in schema.arguments), node.args)), **node.kwargs}
 
@@ -158,12 +158,12 @@ def nbytes(node: Node) -> int:
 
 
 def shape_hint(tensor: torch.Tensor) -> torch.Size:
-    """The shape of a fake value, dynamic sizes as traced; see [Note: hints of unbacked sizes]."""
+    """Return the shape of a fake value, with traced values of dynamic sizes; see [Note: hints of unbacked sizes]."""
     return torch.Size([size_hint(size) for size in tensor.shape])
 
 
 def result_bytes(node: Node) -> list[int]:
-    """Bytes of each tensor in the result of `node`, dynamic sizes as traced. Empty if the result has no tensor."""
+    """Return the bytes of each tensor in the result of `node`, with traced values of dynamic sizes."""
     result = node.meta.get("val")
     tensors = [result] if isinstance(result, torch.Tensor) else result if isinstance(result, (tuple, list)) else []
     return [
@@ -172,7 +172,7 @@ def result_bytes(node: Node) -> list[int]:
 
 
 def nodes_in(argument: Argument) -> list[Node]:
-    """The nodes in an argument, which may be a nested list of them. A node that stands in it twice comes twice."""
+    """Return the nodes in an argument, which may be a nested list. A node that occurs twice is returned twice."""
     nodes: list[Node] = []
     map_aggregate(argument, lambda leaf: nodes.append(leaf) if isinstance(leaf, Node) else None)
     return nodes
@@ -213,7 +213,7 @@ def is_widening(node: Node) -> bool:
 
 
 def _added_width(node: Node) -> int:
-    """Bytes that an item gains in a cast between floating-point dtypes; 0 for other nodes."""
+    """Return the bytes that each element gains in a cast between floating-point dtypes; 0 for other nodes."""
     if not is_cast(node):
         return 0
     before, after = value(args_of(node)[0]).dtype, value(node).dtype
@@ -221,7 +221,7 @@ def _added_width(node: Node) -> int:
 
 
 def views_and_moves(source: Node) -> Iterator[Node]:
-    """All nodes that only move elements of `source`, directly or through others, in topological order. No casts."""
+    """Yield nodes that move, and do not cast, elements of `source`, directly or indirectly, in topological order."""
     for user in source.users:
         if is_movement(user, source):
             yield user
@@ -229,7 +229,7 @@ def views_and_moves(source: Node) -> Iterator[Node]:
 
 
 def chain(source: Node) -> list[Node]:
-    """`source` and every node made from it by moving and casting alone."""
+    """Return `source` and all nodes that only view, move or cast its elements, directly or through each other."""
     nodes = [source]
     for node in nodes:
         nodes += [user for user in node.users if is_movement(user, node) or is_view(user, node) or is_cast(user)]
@@ -237,7 +237,7 @@ def chain(source: Node) -> list[Node]:
 
 
 def readers(links: list[Node]) -> list[tuple[Node, Node]]:
-    """Pairs (link, reader) for each node that reads one of `links` and is not a link itself."""
+    """Return (link, reader) for each node that reads one of `links`, the nodes of a chain, and is not one of them."""
     inside = set(links)
     return [(link, user) for link in links for user in link.users if user not in inside]
 
@@ -245,7 +245,7 @@ def readers(links: list[Node]) -> list[tuple[Node, Node]]:
 def only_reads(node: Node) -> bool:
     """Whether `node` cannot write to its arguments, and reads them on the current stream alone.
 
-    A custom op may do either, even if its author gave it torch's tag for pointwise ops.
+    A custom op may write, or use another stream, even if its author gave it torch's tag for pointwise ops.
     """
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
@@ -260,7 +260,7 @@ def is_tangent(node: Node) -> bool:
 
 
 def dynamo_inputs(graph: Graph) -> dict[Node, int]:
-    """Inputs of a graph of AOTAutograd that are inputs of the Dynamo graph, with their positions there."""
+    """Map each input of an AOTAutograd graph that is also an input of the Dynamo graph to its position there."""
     origins = {node: node.meta.get("desc") for node in graph.find_nodes(op="placeholder")}
     return {node: origin.idx for node, origin in origins.items() if isinstance(origin, PlainAOTInput)}
 
@@ -320,7 +320,7 @@ def turn_into(node: Node, target: Any, *args: Any) -> None:
 
 
 def _kept_meta(node: Node) -> dict[str, object]:
-    """Entries of `meta` that stay true for a call in the node's place. Others, such as strides of arguments, do not."""
+    """Return the entries of `meta` that stay true if another call replaces `node`, unlike, for example, strides."""
     return {key: node.meta[key] for key in ("stack_trace", "nn_module_stack", SAVED_FOR_BACKWARD) if key in node.meta}
 
 
@@ -335,7 +335,7 @@ def insert_items(graph: Graph, node: Node, count: int) -> list[Node]:
 
 
 def started_tensors(start: Node) -> list[Node]:
-    """The node for each tensor that a start transfers: the start itself, or the items of a group's start."""
+    """Return a node for each tensor that a start transfers: the start itself, or the `getitem`s of a group's start."""
     return list(start.users) if start.target in (GATHER_GROUP_START, REDUCE_GROUP_START) else [start]
 
 
@@ -352,8 +352,8 @@ def shards_of(start: Node) -> list[Node]:
 def transfer_bytes(start: Node) -> int:
     """Bytes of the unsharded tensors that a gather, a reduce, or a start of either transfers.
 
-    Not of `gather_rows`. A reduce of rows counts as one of the dense gradient. The count of rows depends on the batch,
-    so ranks may differ in it.
+    A reduce of rows counts as a reduce of the dense gradient, because the number of rows depends on a rank's batch. For
+    the same reason, `gather_rows` is not supported.
     """
     if start.target in GATHERS:
         return sum(result_bytes(start))
@@ -365,11 +365,11 @@ def transfer_bytes(start: Node) -> int:
 
 
 def reduce_budget(graph: Graph, given_bytes: int | None) -> int:
-    """Bytes of gradients that may be on their way at once: what the user gave, or the default.
+    """Return the most bytes of gradients that may be in flight at once: `given_bytes`, or if that is None, a default.
 
-    The default has room for two of the largest gradients that `graph` reduces: one on the wire, and one that has just
-    started. Shapes and dtypes of gradients decide, which are those of parameters. So all ranks get the same, and so
-    does a graph that is compiled again.
+    The default has room for two of the largest gradients that `graph` reduces: one in transfer, and one that has just
+    started. It depends only on the shapes and dtypes of gradients, so it is the same on all ranks, and each time that
+    the graph is compiled.
     """
     if given_bytes is not None:
         return given_bytes

@@ -1,4 +1,4 @@
-"""Lifetimes of unsharded parameters: at each node of a planned graph, how many bytes are unsharded or on their way."""
+"""Lifetimes of unsharded parameters: at each node of a graph, how many of their bytes are in flight or gathered."""
 
 from collections import defaultdict
 from collections.abc import Collection
@@ -22,7 +22,7 @@ class ParamLifetime:
     nbytes: int  # of the unsharded parameter
     begins: int  # position of the start in the graph
     ends: int  # position of the last reader, included
-    returned: bool  # whether the parameter lives on after the graph. Then it counts in no budget
+    returned: bool  # whether the graph returns the parameter, which then counts in no budget
 
 
 class ParamLifetimes:
@@ -42,7 +42,7 @@ class ParamLifetimes:
     def unsharded_bytes(self, exclude: Collection[Node] = ()) -> list[int]:
         """Return the bytes of unsharded parameters, in flight or gathered, at each node, and a final 0.
 
-        Parameters that live on after the graph, and those of starts in `exclude`, do not count.
+        Parameters that the graph returns, and parameters of starts in `exclude`, do not count.
         """
         change = [0] * (len(self.liveness.nodes) + 1)
         for lifetime in self.lifetimes:
@@ -52,7 +52,7 @@ class ParamLifetimes:
         return list(accumulate(change))
 
     def regathered_from(self) -> dict[Node, int]:
-        """Return start -> first position after the readers of the same parameter's gather before, if there is one."""
+        """Map each start that gathers a parameter again to the first position after the readers of its last gather."""
         ends: dict[tuple[Node, torch.dtype], int] = {}  # of the last gather of each parameter
         first_position: dict[Node, int] = {}
         for lifetime in self.lifetimes:

@@ -1,9 +1,9 @@
-"""Find places of a forward that few activations cross, from which backward can recompute the nodes between them.
+"""Divide a forward into segments, each of which backward can recompute from the few activations before it.
 
 [Note: segments]
-A *cut* is the set of activations that are alive (later nodes read them) at one place of forward, and that shares
-no activation with the cut before it. Between decoder layers, the cut is the residual stream. The nodes between two cuts
-are a *segment*. If cuts are saved, backward recomputes one segment at a time, as with activation checkpointing.
+A *cut* is the set of all activations that are alive (later nodes read them) at one place of forward, if it is small
+and shares no activation with the cut before it. Between decoder layers, the cut is the residual stream. The nodes
+between two cuts are a *segment*. Backward can recompute one segment at a time, as activation checkpointing does.
 """
 
 from collections.abc import Collection, Sequence, Set
@@ -23,7 +23,7 @@ Segment = tuple[Sequence[Node], Set[Node]]
 
 
 def segments(graph: Graph, shards: Collection[Node]) -> list[Segment]:
-    """The segments of a joint graph, in order. Nodes after the last cut that compute the loss are in none.
+    """Return the segments of a joint graph, in order. If nodes after the last cut compute the loss, they are in none.
 
     Args:
         shards: inputs that are shards. Activations are nodes that depend on shards and on other inputs.
@@ -55,7 +55,7 @@ def segments(graph: Graph, shards: Collection[Node]) -> list[Segment]:
 
 
 def _is_cut(alive: Set[Node], cut: Set[Node] | None, nodes: Collection[Node], made_bytes: int) -> bool:
-    """Whether `alive` after `nodes`, whose results have `made_bytes`, is a cut. `cut` is the one before, if any."""
+    """Whether the activations alive after `nodes`, whose results have `made_bytes`, are a cut. `cut`: the last one."""
     if not all(map(_is_tensor, alive)) or not any(node.meta["val"].ndim for node in alive):
         return False
     if cut is None:
@@ -74,7 +74,7 @@ def _bytes(nodes: Collection[Node]) -> int:
 
 
 def _activations(graph: Graph, shards: Collection[Node]) -> tuple[list[Node], list[Node]]:
-    """Nodes of forward that depend on shards and on other inputs, in order; and the results of forward."""
+    """Return the nodes of forward that depend on shards and on other inputs, in order, and the results of forward."""
     backward = backward_nodes(graph)
     results = [node for node in nodes_in(graph.output_node().args[0]) if node not in backward]
     of_shards = set(shards)
