@@ -25,18 +25,18 @@ from zcompile.graph.ops import (
 
 
 def bucket(graph: Graph, gather_bytes: int, reduce_bytes: int) -> None:
-    """Merge small neighbouring gathers of one dtype into groups of at most `gather_bytes`, and reduces likewise.
+    """Merge small neighbouring gathers of one dtype into one transfer of at most `gather_bytes`, and reduces likewise.
 
-    Why: a small transfer costs latency, not bandwidth.
+    Why: a small transfer takes little more than its latency, so one large transfer is faster than several small ones.
 
-    How: a transfer larger than a group stays alone; smaller transfers after it may still join the group before it.
-    The limits bound how long the first reader of a group waits, and how many bytes are unsharded early or kept as
-    gradients. Domains use different process groups, so a group holds parameters of one domain. Groups depend only on
-    the order of reads and on parameter sizes, so ranks with different batch sizes form the same groups. Each tensor
-    keeps a wait of its own.
+    How: a transfer larger than the limit stays alone; smaller transfers after it may still join the group that began
+    before it. The limits bound the time that a group's first reader waits, and the bytes that are unsharded early or
+    kept as unreduced gradients. A group has parameters of one domain (one mesh), because each domain has its own
+    process groups. Groups depend only on the order of reads and on parameter sizes, so ranks with different batch sizes
+    form the same groups. Each tensor keeps a wait of its own.
 
-    Gathers that `regather` added stay alone, because they must not start early. So do reduces whose result the graph
-    itself reads.
+    Two kinds of transfers stay alone: gathers that `regather` added, because they must not start early, and reduces
+    whose result another node of the graph reads.
     """
     starts = calls(graph, GATHER_START)
     first_start = {(start.args[0], start.args[2]): start for start in reversed(starts)}  # by shard and dtype
@@ -68,7 +68,7 @@ def _groups(starts: Iterable[Node], bucket_bytes: int) -> list[list[Node]]:
 
 
 def _merge_gathers(graph: Graph, group: list[Node]) -> None:
-    """Replace the starts in `group` by one group start, at the place of the first."""
+    """Replace the gather starts in `group` by one start of the whole group, at the place of the first."""
     shards = [start.args[0] for start in group]
     shapes = [list(args_of(start)[1]) for start in group]
     sizes = [size for shape in shapes for size in shape]
@@ -80,7 +80,7 @@ def _merge_gathers(graph: Graph, group: list[Node]) -> None:
 
 
 def _merge_reduces(graph: Graph, group: list[Node]) -> None:
-    """Replace the starts in `group` by one group start, at the place of the last, and move all waits after it."""
+    """Replace the reduce starts in `group` by one start at the place of the last, and move all waits after it."""
     grads, shards = ([start.args[i] for start in group] for i in (0, 1))
     waits = [wait for start in group for wait in waits_of(start)]
     arguments = (grads, shards, *domain_args(group[-1]))

@@ -18,15 +18,14 @@ from zcompile.graph.ops import (
 def cache_across_microbatches(graph: Graph) -> None:
     """Rewrite `gather_start` as `gather_cached_start`, whose result the runtime may cache for later microbatches.
 
-    Why: parameters do not change between the microbatches of a step. One that is still unsharded need not be gathered
-    again.
+    Why: parameters do not change between the microbatches of an optimizer step, so a parameter that is still unsharded
+    need not be gathered again.
 
-    How: a gather qualifies if all its readers are matmuls, norms, embeddings or pointwise nodes. Other nodes might
-    write to the parameter, or read it on another stream; the result may be memory of the transport, where
-    `record_stream` has no effect. A parameter that the graph returns does not qualify, except one that
-    `save_for_backward` chose, because backward does not reuse its memory. Groups are not rewritten, since gathering
-    them again costs little. At run time, qualifying gathers are cached in the order in which they run, until the
-    cache's limit is reached.
+    How: a gather is rewritten if all readers of its result are matmuls, norms, embeddings or pointwise nodes. Other
+    nodes might write to the result. Or they might read it on another stream, where `record_stream` cannot protect
+    memory of the transport. A gather whose result the graph returns is not rewritten, unless `save_for_backward` saved
+    it, because backward does not reuse that memory. Groups are not rewritten, because they are small. At run time,
+    results are cached in the order in which their gathers end, until the option `microbatch_cache_bytes` is used up.
     """
     for start in calls(graph, GATHER_START):
         wait = waits_of(start)[0]

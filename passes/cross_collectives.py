@@ -1,4 +1,4 @@
-"""Start gathers before the model's own collective that precedes their readers."""
+"""Start gathers before a collective of the model itself that precedes their readers."""
 
 from collections import Counter
 
@@ -16,15 +16,14 @@ from zcompile.graph.param_lifetimes import ParamLifetimes
 
 
 def cross_collectives(graph: Graph, gather_budget_bytes: int) -> None:
-    """Move each start of a gather before the last of the model's own collectives that precedes it.
+    """Move each gather's start before the last collective of tensor or expert parallelism that precedes it.
 
-    Why: `prefetch` moves no gather across these, because the times that it estimates depend on a rank's batch. Tensor
-    and expert parallelism put collectives into the graph, such as an all-to-all to the experts and back. All ranks must
-    start these collectives and the gathers in the same order, or they wait for each other forever. But between such an
-    all-to-all and the reader of a gather there is little compute that could hide the gather.
+    Why: between such a collective, as an all-to-all back from the experts, and the reader of a gather, there is little
+    compute that could hide the gather. `prefetch` moves no gather across collectives of the model: it estimates times,
+    which depend on a rank's batch, but all ranks must start collectives and gathers in the same order, or they hang.
 
-    How: moves depend only on parameter sizes and the order of the graph, which all ranks share. A gather crosses at
-    most one collective. All gathers that cross the same collective have at most a quarter of `gather_budget_bytes`.
+    How: moves depend only on parameter sizes and the order of the graph, which are the same on all ranks. A gather
+    crosses at most one collective. The gathers that cross it have at most a quarter of `gather_budget_bytes`.
     """
     starts = calls(graph, GATHER_START, GATHER_GROUP_START)
     before = _collective_before(graph)
@@ -46,7 +45,7 @@ def cross_collectives(graph: Graph, gather_budget_bytes: int) -> None:
 
 
 def _collective_before(graph: Graph) -> dict[Node, Node]:
-    """Map each node to the last of the model's own collectives before it. Nodes before the first are left out."""
+    """Map each node to the last collective of the model before it. Nodes before the first collective are left out."""
     before: dict[Node, Node] = {}
     last: Node | None = None
     for node in graph.nodes:

@@ -16,16 +16,16 @@ from zcompile.graph.ops import (
 
 
 def defer_reduce_waits(graph: Graph, reduce_budget_bytes: int | None) -> None:
-    """Wait for each reduce only when gradients in flight exceed `reduce_budget_bytes`, or at the end.
+    """Wait for each reduce only when gradients in flight exceed `reduce_budget_bytes`, or at the graph's end.
 
-    Why: backward does not read its reduced gradients, so transfers can overlap with compute. The budget is needed
-    because a gradient keeps its memory until its wait.
+    Why: backward reads no reduced gradient, so reduces can overlap with its compute. The budget is needed because an
+    unreduced gradient keeps its memory until its reduce is waited for.
 
-    How: waits follow in the order of the starts. One reduce may be in flight even if it exceeds the budget. The wait of
-    a reduced gradient that the graph itself reads does not move.
+    How: waits keep the order of their starts. One reduce may be in flight even if it exceeds the budget. If another
+    node of the graph reads a reduced gradient, its wait does not move.
 
     Args:
-        reduce_budget_bytes: most bytes of gradients in flight. None: the default of `reduce_budget`.
+        reduce_budget_bytes: most bytes of unreduced gradients in flight. None: the default of graph.ops.reduce_budget.
     """
     budget_bytes = reduce_budget(graph, reduce_budget_bytes)
     pending: deque[Node] = deque()

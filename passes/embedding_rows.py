@@ -35,16 +35,16 @@ def embedding_rows(graph: Graph, link: Link, fused: bool = True) -> None:
 
     Why: a batch reads few rows of a large vocabulary, so most of the matrix and of its gradient need no transfer.
 
-    How: rows are gathered only over a transport that reads peers' memory. With collectives, ranks would first have to
-    exchange the indices that they read, so they gather the whole matrix, which `prefetch` can hide. Gradients are
-    reduced as rows over every transport. Where the transport needs a dense gradient, `reduce_rows` builds it from the
-    rows in the dtype of the transfer; the graph would have built it in fp32.
+    How: gathers are rewritten only for "p2p", where a rank reads rows in its peers' memory. With collectives, ranks
+    would first have to exchange their indices, so they gather the whole matrix, which `prefetch` can hide. Reduces are
+    rewritten for every transport. If a transport needs a dense gradient, `reduce_rows` builds it from the rows in the
+    dtype of the transfer; the graph would have built it in fp32.
 
     Args:
-        link: names the transport.
-        fused: whether Inductor compiles the graph. Inductor decomposes `embedding_dense_backward`, with the rounding of
-            `reduce_rows`; undecomposed, the op rounds differently and is not rewritten. If `fused` is true, only a
-            graph that is planned and never run still contains the op, and it is rewritten there.
+        link: its `wire.transport` is the transport.
+        fused: whether Inductor compiles the graph. Inductor decomposes `embedding_dense_backward` into ops that round
+            as `reduce_rows` does. Without Inductor, the op rounds differently, so it is not rewritten. With Inductor,
+            only a graph that is planned and never run still contains the op, which is then rewritten.
     """
     if link.wire.transport == "p2p":
         for gather in calls(graph, GATHER):
@@ -83,7 +83,7 @@ def _reduce_rows(graph: Graph, reduce: Node, fused: bool) -> None:
 
 
 class _AddedRows(NamedTuple):
-    """Gradients of rows that the graph adds to a table of zeros."""
+    """Gradients of an embedding's rows, which the graph adds to a table of zeros."""
 
     grad: Node  # gradients, of shape [*indices.shape, width]
     indices: Node  # the row of the table to which each gradient is added

@@ -25,17 +25,18 @@ from zcompile.graph.ops import (
 def free(graph: Graph) -> None:
     """Run input-gradient matmuls before weight-gradient matmuls.
 
-    A linear layer's backward has two matmuls on one output gradient: dgrad reads the gathered weight, wgrad reads
-    activations. This pass moves each wgrad, and what depends on it, after the last dgrad that shares that gradient.
+    A linear layer's backward has two matmuls that read the output's gradient: dgrad also reads the gathered weight,
+    wgrad the layer's input. This pass moves each wgrad, and all nodes that depend on it, after the last dgrad that
+    reads the same gradient.
 
     Why: dgrad is the last reader of the unsharded weight, which is then freed before wgrad runs. Also, Inductor runs
-    wgrad after dgrad in any order of the graph, because it fuses the recomputed input of wgrad with the nodes after
-    dgrad. So a gather whose start was planned between wgrad and dgrad would start late.
+    wgrad after dgrad whatever their order in the graph, because it fuses the recomputed input of wgrad with nodes after
+    dgrad. So a gather that the graph starts between wgrad and dgrad would start later than planned.
 
-    How: a wgrad is a matmul on which no reader of an unsharded parameter depends. If several dgrads follow each other
-    and their results are summed (queries, keys, values), wgrads move after the last of these dgrads. A wgrad between
-    them would take one more kernel, because its recomputed input could not be fused. Only kinds of nodes and their
-    order decide, so ranks with different sizes decide alike. No node moves past a node that writes to its arguments.
+    How: a wgrad is a matmul on which no reader of an unsharded parameter depends. If the results of several dgrads are
+    summed (queries, keys, values), wgrads move after the last of these dgrads. A wgrad between them would take one more
+    kernel, because its recomputed input could not be fused. The moves depend only on kinds of nodes and their order, so
+    they are the same on ranks with different batch sizes. No node moves past a node that writes to its own arguments.
     """
     if not calls(graph, *REDUCES):
         return
@@ -66,7 +67,7 @@ def _last_dgrads(dgrads: list[Node], gradients: set[Node]) -> dict[Node, Node]:
 
     Args:
         dgrads: in graph order. They include matmuls of forward that backward runs again, which read no gradient.
-        gradients: the nodes of backward.
+        gradients: the nodes of backward, each of which computes a gradient.
     """
     last_dgrad: dict[Node, Node] = {}
     sum_of = functools.cache(_sum_of)
@@ -84,7 +85,7 @@ def _last_dgrads(dgrads: list[Node], gradients: set[Node]) -> dict[Node, Node]:
 
 
 def _sum_of(node: Node) -> Node:
-    """Return the last node of the chain of additions, moves and casts after `node` in which each has one reader."""
+    """Follow additions, moves and casts from `node` while each node has one reader. Return the last of these nodes."""
     while len(node.users) == 1:
         (user,) = node.users
         is_sum = user.target is aten.add.Tensor or (user.target is aten.addmm.default and user.args[0] is node)

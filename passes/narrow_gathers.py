@@ -20,7 +20,7 @@ def narrow_gathers(graph: Graph) -> None:
 
     Why: the shard is cast before the transfer, so fewer bytes are transferred and kept in memory.
 
-    How: all readers must cast to the same dtype. Casts to a wider dtype, as of a router's weight to fp32, stay.
+    How: all readers must cast to the same dtype. Casts to a wider dtype stay, such as a router's cast to fp32.
     """
     for gather in calls(graph, GATHER):
         casts = narrowing_casts(gather)

@@ -6,12 +6,12 @@ from zcompile.graph.ops import REDUCE, SCATTERS, args_of, calls, infer, is_movem
 
 
 def narrow_reduces(graph: Graph) -> None:
-    """Rewrite `reduce(move(upcast(x)))` as `reduce(move(x))`.
+    """Rewrite `reduce(upcast(x))` as `reduce(x)`, also with nodes between upcast and reduce that only move elements.
 
     Why: a reduce sums in fp32 anyway, so an upcast before it only adds bytes to the transfer.
 
-    How: `move` is a chain of nodes that only move elements or scatter them into zeros; such nodes commute with the
-    cast. Each must have one reader, because its dtype changes.
+    How: nodes between the upcast and the reduce may only move elements, or scatter them into zeros, because such nodes
+    commute with the cast. Each must have one reader, because its dtype changes.
     """
     for reduce in calls(graph, REDUCE):
         links: list[Node] = []

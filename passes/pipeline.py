@@ -54,8 +54,8 @@ def joint_passes(plan: Plan) -> tuple[Pass, ...]:
 def schedule_passes(plan: Plan) -> tuple[Pass, ...]:
     """Return the enabled passes on a forward or a backward graph, in order.
 
-    A group of gathers takes at most an eighth of `gather_budget_bytes`, for each dtype. `regather` leaves half of the
-    budget unused, so there is room for a group and for other gathers that start early.
+    `bucket` limits a group of gathers to an eighth of `gather_budget_bytes`, for each dtype. `regather` uses half of
+    the budget, so the other half has room for groups and for gathers that `prefetch` starts early.
     """
     budget_bytes = plan.gather_budget_bytes
     gather_bucket_bytes = min(plan.bucket_bytes, budget_bytes // 8)
@@ -79,7 +79,7 @@ def schedule_passes(plan: Plan) -> tuple[Pass, ...]:
 
 
 def pass_name(graph_pass: Pass) -> str:
-    """Return the name of the function that is the pass, or that `partial` binds."""
+    """Return the name of the pass's function, also if the pass is a `partial` of it."""
     return getattr(graph_pass, "func", graph_pass).__name__
 
 

@@ -20,7 +20,7 @@ from zcompile.graph.ops import (
 )
 from zcompile.graph.param_lifetimes import ParamLifetimes
 
-# Because costs are estimates, a transfer starts earlier than computed, by this share of its own time plus this many
+# Because costs are estimates, a transfer starts earlier than computed, by EARLY_SHARE of its own time plus EARLY_S
 # seconds. A start that is too early costs a little memory; a start that is too late makes every rank wait.
 EARLY_SHARE, EARLY_S = 0.5, 30e-6
 
@@ -30,13 +30,14 @@ def prefetch(graph: Graph, link: Link, gather_budget_bytes: int, fused: bool = T
 
     Why: a gather that starts late makes compute wait, and a gather that starts early takes memory.
 
-    How: the link transfers one gather after the other, so each gather must also end before the next must begin. In
-    backward, gathers share the link with reduces. Starts keep their order. A gather starts later where unsharded
-    parameters would otherwise exceed `ParamLifetimes.bound_bytes`. A parameter that is gathered again starts after the
-    last reader of its previous gather. No gather crosses one of the model's own collectives; see `cross_collectives`.
+    How: one gather uses the link at a time, so each gather must also end before the next must begin. In backward,
+    gathers are taken to be slower, because reduces use the link too. Starts keep their order, and do not cross
+    collectives of the model itself (see `cross_collectives`). A gather starts later if unsharded parameters would
+    otherwise exceed `ParamLifetimes.bound_bytes`. A parameter's second gather starts after the last reader of its
+    first.
 
     Args:
-        link: rates of the device and of transfers.
+        link: estimated rates of compute and of transfers.
         gather_budget_bytes: most bytes of unsharded parameters; see `ParamLifetimes.bound_bytes`.
         fused: whether pointwise nodes fuse, as under Inductor.
     """
@@ -59,7 +60,7 @@ def prefetch(graph: Graph, link: Link, gather_budget_bytes: int, fused: bool = T
 
 
 class _Needs(NamedTuple):
-    """Times of a transfer that compute hides. Points in time are seconds of compute since the graph's start."""
+    """When a transfer must run if compute is to hide it. Times are seconds of compute since the graph's start."""
 
     begins_s: float  # the latest time at which it may begin
     reader_s: float  # when its first reader runs
@@ -69,7 +70,7 @@ class _Needs(NamedTuple):
 def _needs(
     graph: Graph, starts: list[Node], link: Link, position: dict[Node, int], before_s: list[float]
 ) -> list[_Needs]:
-    """Return the needs of each start, with one transfer at a time. `before_s[i]`: seconds of compute before node i."""
+    """Return when each start's transfer must run, one at a time. `before_s[i]`: seconds of compute before node i."""
     gather_s = sum(transfer_s(start, link) for start in starts)
     reduce_s = sum(transfer_s(start, link) for start in calls(graph, *REDUCE_STARTS))
     slowdown = 1.0 + reduce_s / gather_s if gather_s else 1.0
@@ -91,7 +92,7 @@ def _goals(
     bound_bytes: int,
     fixed: list[int],
 ) -> list[int]:
-    """Return for each start the position before which to move it: ascending, and never after its own position.
+    """Return for each start the position before which to move it. Positions ascend; no start moves to a later position.
 
     Args:
         fixed: positions of nodes that no start crosses, ascending.

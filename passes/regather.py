@@ -16,9 +16,9 @@ def regather(graph: Graph, gather_budget_bytes: int) -> None:
     Why: a parameter that is read early and late would otherwise stay unsharded in between. The other half of the budget
     is for gathers that `prefetch` starts early.
 
-    How: if the next read does not fit, reshard the parameter whose own next reader is farthest (L. A. Belady, A study
-    of replacement algorithms for a virtual-storage computer, 1966). The choice depends only on the order of readers and
-    on parameter bytes, so ranks with different batch sizes choose alike.
+    How: if a parameter does not fit into its half of the budget, reshard the parameter whose next reader is farthest
+    (L. A. Belady, A study of replacement algorithms for a virtual-storage computer, 1966). The choice depends only on
+    the order of readers and on parameter bytes, so ranks with different batch sizes choose alike.
     """
     position = {node: i for i, node in enumerate(graph.nodes)}
     reads = {
@@ -31,7 +31,7 @@ def regather(graph: Graph, gather_budget_bytes: int) -> None:
 
 
 def regather_points(reads: dict[Node, list[int]], capacity_bytes: int, last: int) -> dict[Node, list[int]]:
-    """Map each gather that has to run again to the positions of the readers before which it does.
+    """Map each gather that must run again to the positions of the readers before which it runs again.
 
     Args:
         reads: gather -> positions of its readers, ascending.
@@ -73,7 +73,7 @@ def regather_points(reads: dict[Node, list[int]], capacity_bytes: int, last: int
 
 
 def _gather_again(graph: Graph, gather: Node, points: list[int], position: dict[Node, int]) -> None:
-    """Let readers from each of `points` on read a copy of the gather and its chain, placed directly before them."""
+    """Insert a copy of the gather and its chain before the reader at each of `points`, for this and later readers."""
     links = chain(gather)
     inside = set(links)
     copies: dict[tuple[int, Node], Node] = {}  # (number of the copy, link) -> the link's copy

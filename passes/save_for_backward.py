@@ -25,18 +25,18 @@ def save_for_backward(graph: Graph, save_for_backward_bytes: int | None) -> None
     Why: backward reads them first, when it has no earlier compute that could hide a gather.
 
     How: every byte costs about the same to gather, and the parameter that is read last is saved for the shortest time.
-    So save parameters in the reverse order of their last reads in forward, as many as fit. All ranks choose alike,
-    since only this order and parameter bytes matter.
+    So save parameters in the reverse order of their last reads in forward, as many as fit. The choice depends only on
+    this order and on parameter bytes, so all ranks choose alike.
 
     If `save_for_backward_bytes` is a number, saved parameters are in memory of the transport, so that this rank's own
-    piece needs no copy. The transport keeps this memory even at the end of backward, where a model's peak may be. By
-    default, few parameters are saved, and torch frees them before gradients take as much memory, so the peak does not
-    rise. Parameters that a custom op reads are never in memory of the transport, because the op may use another stream.
+    piece needs no copy. The transport keeps this memory until after backward, at whose end a model's memory may peak.
+    By default, few parameters are saved, in torch's memory, and freed before gradients take as much, so the peak does
+    not rise. Parameters that a custom op reads are always in torch's memory, because the op may use another stream.
 
     Args:
-        save_for_backward_bytes: most bytes to save. None, for a graph that computes the loss: the bytes of the largest
-            parameter, and an eighth more for small ones that are read after it. None, for other graphs: 0, because
-            other graphs or the loss run between this forward and its backward.
+        save_for_backward_bytes: most bytes of parameters to save. If None, a graph that computes the loss may save 9/8
+            of the bytes of its largest parameter, so that small ones that are read after it fit, too. Other graphs then
+            save none, because other code, such as the loss, runs between their forward and backward.
     """
     last_read = _last_read_in_forward(graph)
     budget_bytes = save_for_backward_bytes
@@ -71,7 +71,7 @@ def _last_read_in_forward(graph: Graph) -> dict[Node, int]:
 
 
 def _save(graph: Graph, gather: Node, in_transport_memory: bool) -> None:
-    """Mark the gather in `meta`, and in its name, because keys of torch's caches contain names but not `meta`."""
+    """Mark the gather as saved, in `meta` and in its name: keys of torch's caches contain names but not `meta`."""
     name = "persistent" if in_transport_memory else "saved"
     with graph.inserting_before(gather):
         saved = graph.create_node("call_function", GATHER, args_of(gather), name=name)

@@ -36,17 +36,17 @@ LOOKUPS = {aten.index.Tensor, aten.index_select.default, aten.embedding.default,
 def tag_recompute(graph: Graph, saves_readers: bool = True) -> None:
     """Tag every gather, with the views and casts of its result, to run again in backward.
 
-    Why: otherwise, the partitioner would save these for backward, and a saved view pins the whole unsharded parameter.
+    Why: otherwise, torch's partitioner would save views of a gathered parameter, which keep all of it unsharded.
 
-    How: the tag is that of activation checkpointing, in `meta["recompute"]`. Nodes computed from quantized parameters
-    alone get it too, because a dequantized weight is wider than the gathered one. If backward does not read a parameter
-    (a bias, for example), its readers in forward are tagged to be saved, for two reasons. To run such a reader again
-    would take a gather for a mere addition. And the partitioner would choose readers by activation sizes, which may
-    differ between ranks, and with them the gathers of backward. Users' own tags of readers stay.
+    How: the tag is that of activation checkpointing, in `meta["recompute"]`. Nodes that dequantize a parameter get it
+    too, because the dequantized weight has more bytes than the gathered one. If backward does not read a parameter (a
+    bias, for example), its readers in forward are tagged to be saved. If one ran again, backward would gather a
+    parameter for a mere addition. And the partitioner would decide by activation sizes, so ranks with different batches
+    could gather different parameters in backward. Users' own tags of readers stay.
 
     Args:
-        saves_readers: whether to tag readers to be saved. If false, remove these tags: under an activation memory
-            budget, torch's partitioner decides by sizes.
+        saves_readers: whether to tag readers to be saved. If false, remove earlier such tags: under an activation
+            memory budget, torch's partitioner decides by sizes.
     """
     for node in graph.nodes if not saves_readers else ():
         if node.meta.pop(SAVED_READER, False):
@@ -73,8 +73,8 @@ def save_stateful(graph: Graph) -> bool:
     """Tag random nodes and custom ops to be saved for backward. Returns whether the graph has one.
 
     Why: under an activation memory budget, torch's partitioner may run such a node again in backward, where it would
-    draw other numbers or find another state. A node that activation checkpointing runs again keeps its tag, because
-    checkpointing restores the generator's state.
+    draw other random numbers, or find its state changed. A node that activation checkpointing runs again keeps its tag,
+    because checkpointing restores the state of the random number generator.
     """
     again = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
     backward = backward_nodes(graph)
@@ -100,10 +100,11 @@ def save_readers_of_written(graph: Graph) -> None:
 def recompute_segments(segments: Sequence[Segment], stride: int) -> None:
     """Tag the nodes of `segments` to run again in backward, and save every `stride`-th cut.
 
-    A cut is the activations between two segments ([Note: segments] in graph/segments.py). Users' tags stay. Nodes that
-    cannot safely run again are not tagged: random nodes; custom ops and collectives, which may have effects or state;
-    nodes that write to their arguments; nodes whose result has a data-dependent size, because other nodes refer to it;
-    and readers of inputs that forward writes to, because backward would read the new value.
+    A segment is a part of forward, such as a decoder layer; a cut is the activations between two segments (see
+    graph/segments.py). Users' tags stay. Nodes that cannot safely run again are not tagged: random nodes; custom ops
+    and collectives, which may have effects or state; nodes that write to their arguments; nodes whose result has a
+    data-dependent size, because other nodes refer to it; and readers of inputs that forward writes to, because backward
+    would read the new value.
     """
     changed = _readers_of_written(segments[0][0][0].graph) if segments else set()
     for i, (nodes, cut) in enumerate(segments):
@@ -151,7 +152,7 @@ def _has_own_tag(node: Node) -> bool:
 
 
 def _is_random(node: Node) -> bool:
-    """Whether `node` draws random numbers. Attention does so, in spite of its tag, only with dropout."""
+    """Whether `node` draws random numbers. Attention ops have the tag, but draw numbers only with dropout."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     options = {argument.name for argument in cast(torch._ops.OpOverload, node.target)._schema.arguments}
@@ -161,8 +162,8 @@ def _is_random(node: Node) -> bool:
 def _dequantized(graph: Graph) -> list[Node]:
     """Return gathers of quantized parameters (of dtypes without gradients), and the nodes that dequantize them.
 
-    These are computed only from such gathers, other parameters, and tables in which packed values are looked up.
-    Matmuls and random nodes do not count.
+    A node that dequantizes reads only such gathers, other such nodes, gathers of other parameters, and tables in which
+    packed values are looked up. Matmuls and random nodes do not count.
     """
     found: dict[Node, bool] = {  # nodes computed from parameters alone -> whether one of these parameters is quantized
         gather: value(gather).dtype not in TRAINABLE for gather in calls(graph, GATHER)

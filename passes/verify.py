@@ -95,7 +95,7 @@ def verify_widths(graph: Graph) -> None:
 def warn_over_budget(graph: Graph, gather_budget_bytes: int) -> None:
     """Warn if unsharded parameters exceed `gather_budget_bytes` by more than one transfer, or the inputs of one node.
 
-    It does not raise, because results are right and training can go on. See `ParamLifetimes.bound_bytes`.
+    This function does not raise, because results are right and training can go on. See `ParamLifetimes.bound_bytes`.
     """
     lifetimes = ParamLifetimes(graph)
     bound_bytes = lifetimes.bound_bytes(gather_budget_bytes)
@@ -140,4 +140,4 @@ def _waited_once(start: Node, after: str, count: int, wait: Any) -> list[Node]:
 
 def _require(holds: bool, after: str, node: Node, what: str) -> None:
     if not holds:
-        raise VerificationError(f"zcompile: after pass '{after}': {node.format_node()} {what}")
+        raise VerificationError(f"zcompile: after pass '{after}': {node.format_node()} {what}. Please report it.")
