@@ -73,10 +73,10 @@ std::set<std::string> names_of(const Groups& groups) {
   return names;
 }
 
-// Destroys a model without the GIL, because a transport ends by a wait for its streams. These may wait for another
-// rank, which may wait for another Python thread of this process. Autograd may drop the last reference without the GIL.
-// When the interpreter ends, other ranks may be gone, so the wait could be endless; and if the device has failed,
-// torch's symmetric memory would abort the process when it is freed. In both cases the model is not destroyed.
+// Destroys a model with the GIL released. A transport's destructor waits for CUDA streams, these may wait for another
+// rank, and that rank for another Python thread of this process. In autograd, the caller may hold no GIL. The model is
+// not destroyed while the interpreter ends, because other ranks may be gone, so the wait may be endless; nor if the GPU
+// has failed, because torch's symmetric memory would abort the process when it is freed.
 void delete_without_gil(Model* model) {
   if (Py_IsInitialized() == 0 || is_finalizing()) return;
   std::optional<py::gil_scoped_release> released;

@@ -42,7 +42,7 @@ std::shared_ptr<ParamState> find_in_domain(const at::Tensor& shard, int64_t doma
   auto param = find_param(shard);
   TORCH_CHECK(
       param->model->domain() == domain % domains_of_model, "zcompile::", op, ": '", param->name, "' is in domain ",
-      param->model->domain(), ", asked for ", domain);
+      param->model->domain(), ", but the op is for domain ", domain);
   return param;
 }
 
@@ -51,7 +51,7 @@ std::shared_ptr<ParamState> find_with_shape(
   auto param = find_in_domain(shard, domain, op);
   TORCH_CHECK(
       shape == at::IntArrayRef(param->shape), "zcompile::", op, ": '", param->name, "' has shape ",
-      at::IntArrayRef(param->shape), ", asked for ", shape);
+      at::IntArrayRef(param->shape), ", but the op is for shape ", shape);
   return param;
 }
 
@@ -288,7 +288,7 @@ void attach(const at::Tensor& shard, const at::Tensor& unsharded, bool different
 }
 
 // Dispatch keys of torch.func's transforms, which `gather` excludes, because gathered parameters are constants for a
-// transform. It would wrap the shard, so that the runtime could not find the parameter by the shard's storage.
+// transform. A transform would wrap the shard, so that the runtime could not find the parameter by the shard's storage.
 constexpr c10::DispatchKeySet transforms{
     c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode};
 

@@ -1,4 +1,4 @@
-"""Merge small transfers into groups."""
+"""Merge small all-gathers into one transfer, and small reduce-scatters likewise."""
 
 from collections.abc import Iterable
 
@@ -49,7 +49,7 @@ def bucket(graph: Graph, gather_bytes: int, reduce_bytes: int) -> None:
 
 
 def _groups(starts: Iterable[Node], bucket_bytes: int) -> list[list[Node]]:
-    """Return groups of at least two starts of the same domain and dtype, each of at most `bucket_bytes`."""
+    """Group `starts`, nodes that begin transfers, by mesh and dtype. A group has at most `bucket_bytes`."""
     groups: list[list[Node]] = []
     # (domain, dtype) -> (the group that the next start may join, the bytes in it)
     open_groups: dict[tuple[int, torch.dtype], tuple[list[Node], int]] = {}

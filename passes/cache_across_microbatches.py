@@ -23,8 +23,8 @@ def cache_across_microbatches(graph: Graph) -> None:
 
     How: a gather is rewritten if all readers of its result are matmuls, norms, embeddings or pointwise nodes. Other
     nodes might write to the result. Or they might read it on another stream, where `record_stream` cannot protect
-    memory of the transport. A gather whose result the graph returns is not rewritten, unless `save_for_backward` saved
-    it, because backward does not reuse that memory. Groups are not rewritten, because they are small. At run time,
+    memory that the transport owns. A gather whose result the graph returns is not rewritten, unless `save_for_backward`
+    saved it: backward does not reuse that memory. Groups are not rewritten, because they are small. At run time,
     results are cached in the order in which their gathers end, until the option `microbatch_cache_bytes` is used up.
     """
     for start in calls(graph, GATHER_START):

@@ -33,8 +33,7 @@ def prefetch(graph: Graph, link: Link, gather_budget_bytes: int, fused: bool = T
     How: one gather uses the link at a time, so each gather must also end before the next must begin. In backward,
     gathers are taken to be slower, because reduces use the link too. Starts keep their order, and do not cross
     collectives of the model itself (see `cross_collectives`). A gather starts later if unsharded parameters would
-    otherwise exceed `ParamLifetimes.bound_bytes`. A parameter's second gather starts after the last reader of its
-    first.
+    otherwise exceed `ParamLifetimes.bound_bytes`, or if its parameter is still unsharded.
 
     Args:
         link: estimated rates of compute and of transfers.

@@ -73,7 +73,7 @@ def regather_points(reads: dict[Node, list[int]], capacity_bytes: int, last: int
 
 
 def _gather_again(graph: Graph, gather: Node, points: list[int], position: dict[Node, int]) -> None:
-    """Insert a copy of the gather and its chain before the reader at each of `points`, for this and later readers."""
+    """Insert a copy of the gather and its chain before the reader at each of `points`, for it and later readers."""
     links = chain(gather)
     inside = set(links)
     copies: dict[tuple[int, Node], Node] = {}  # (number of the copy, link) -> the link's copy

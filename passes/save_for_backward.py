@@ -28,10 +28,10 @@ def save_for_backward(graph: Graph, save_for_backward_bytes: int | None) -> None
     So save parameters in the reverse order of their last reads in forward, as many as fit. The choice depends only on
     this order and on parameter bytes, so all ranks choose alike.
 
-    If `save_for_backward_bytes` is a number, saved parameters are in memory of the transport, so that this rank's own
-    piece needs no copy. The transport keeps this memory until after backward, at whose end a model's memory may peak.
-    By default, few parameters are saved, in torch's memory, and freed before gradients take as much, so the peak does
-    not rise. Parameters that a custom op reads are always in torch's memory, because the op may use another stream.
+    If `save_for_backward_bytes` is a number, saved parameters are in memory that the transport owns, so that this
+    rank's piece needs no copy. The transport keeps this memory until after backward, at whose end a model's memory may
+    peak. By default, few parameters are saved, in torch's memory, and freed before gradients take as much, so the peak
+    stays. Parameters that a custom op reads are always in torch's memory, because the op may use another stream.
 
     Args:
         save_for_backward_bytes: most bytes of parameters to save. If None, a graph that computes the loss may save 9/8

@@ -70,7 +70,7 @@ def tag_recompute(graph: Graph, saves_readers: bool = True) -> None:
 
 
 def save_stateful(graph: Graph) -> bool:
-    """Tag random nodes and custom ops to be saved for backward. Returns whether the graph has one.
+    """Tag random nodes and custom ops to be saved for backward. Return whether the graph has such a node.
 
     Why: under an activation memory budget, torch's partitioner may run such a node again in backward, where it would
     draw other random numbers, or find its state changed. A node that activation checkpointing runs again keeps its tag,
@@ -147,12 +147,12 @@ def _readers_of_written(graph: Graph) -> set[Node]:
 
 
 def _has_own_tag(node: Node) -> bool:
-    """Whether `node` has a tag that `tag_recompute` did not set to save a reader, such as one of the user's."""
+    """Whether `node` has a tag for recomputation other than `tag_recompute`'s for readers, such as a user's."""
     return "recompute" in node.meta and not node.meta.get(SAVED_READER)
 
 
 def _is_random(node: Node) -> bool:
-    """Whether `node` draws random numbers. Attention ops have the tag, but draw numbers only with dropout."""
+    """Whether `node` draws random numbers. Attention ops have torch's tag for this, but draw only with dropout."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     options = {argument.name for argument in cast(torch._ops.OpOverload, node.target)._schema.arguments}

@@ -1,4 +1,4 @@
-// An AdamW step that also writes the copies of shards that peers read, because it has the new parameters in registers.
+// An AdamW step that also writes the copies of shards from which peers gather: it has the new parameters in registers.
 // Memory bandwidth limits it: it reads and writes 28 bytes for each element, and the copy.
 
 #include "kernels/kernels.h"

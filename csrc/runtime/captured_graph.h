@@ -3,7 +3,7 @@
 // [Note: results of replays]
 // Every replay writes its results to the same addresses, so the next replay would overwrite results that the program
 // still holds. Therefore each replay returns new tensors over this memory, and `GraphPool` has weak references to their
-// storages. Before a replay of any graph of the pool, it copies results that still exist to memory of torch's
+// storages. Before a replay of any of its graphs, the pool copies results that still exist to memory of torch's
 // allocator, and puts this memory into the same storages, so tensors and views stay valid. Usually few results still
 // exist, such as the loss of the last training step, and gradients to which the next microbatch adds.
 //
@@ -13,7 +13,8 @@
 //
 // [Note: inputs of a captured graph]
 // A replay reads an input in place, at its address in the capture, if the input had the same storage in the call before
-// the capture (as a parameter has), or is a result of the pool. Other inputs are first copied to memory of the graph.
+// the capture (as a parameter has), or is a result of the pool's graphs. Other inputs are copied to memory of the
+// graph.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -99,7 +99,8 @@ void wait_for(const InFlight& in_flight, const Model& model, const char* op) {
     for (const auto& order : model.orders()) order->check();  // throws a better error if ranks are known to differ
     TORCH_CHECK(
         false, "zcompile::", op, ": rank ", model.rank(), " did not get '",
-        in_flight.param ? in_flight.param->name : "", "' from other ranks: a rank stopped. ", message_of(error));
+        in_flight.param ? in_flight.param->name : "", "' from other ranks: a rank stopped; see its error. ",
+        message_of(error));
   }
 }
 
@@ -241,8 +242,8 @@ void gather_wait(const at::Tensor& unsharded) { wait_for(unsharded, "gather_wait
 
 namespace {
 
-// Whether the current backward accumulates into the leaf of `param`, or returns its gradient. A backward of inputs
-// alone (`autograd.grad(loss, x)`) does neither, but compiled code still reduces the gradient in it.
+// Whether the current backward accumulates into the autograd leaf over the shard of `param`, or returns its gradient. A
+// backward of inputs alone (`autograd.grad(loss, x)`) does neither, but compiled code still reduces the gradient in it.
 bool takes_gradient(const ParamState& param) {
   const auto* executed = torch::autograd::get_current_graph_task_exec_info();
   if (executed == nullptr || executed->empty()) return true;
@@ -252,7 +253,7 @@ bool takes_gradient(const ParamState& param) {
 }
 
 // Throws in the first half of a split backward: a zero-bubble pipeline runs backward for inputs alone, keeps the graph,
-// and later asks for gradients of DTensors. Compiled code reads leaves, so it would not give these gradients.
+// and later asks for gradients of model.parameters(). Compiled code reads leaves instead, so there would be none.
 void refuse_split_backward(const Model& model, const ParamState& param) {
   const bool is_split = model.is_caching() && !model.keeps_in_flight() && in_backward() &&
                         torch::autograd::get_current_graph_task_keep_graph() && !takes_gradient(param);

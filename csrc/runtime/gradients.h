@@ -25,16 +25,16 @@ inline at::Tensor alive(const WeakTensor& weak) {
   return tensor ? at::Tensor(std::move(tensor)) : at::Tensor();
 }
 
-// In `zcompile.accumulate`, a reduce adds its mean to the gradient of earlier microbatches, which saves a pass over
-// both. The reference to this gradient is weak: a reduce adds to no gradient that the program dropped or replaced.
+// In `zcompile.accumulate`, a reduce adds the gradient of earlier microbatches to its mean, in place of a separate
+// addition. The reference to this gradient is weak: a reduce adds no gradient that the program dropped or replaced.
 class GradAccumulation {
  public:
   // Lets the next reduce add to `gradient`, which is the .grad of `owner` or its local tensor, if `owner` still has
   // this .grad then. Without `owner`, the reduce adds to `gradient` if any reference to it exists.
   void accumulate_onto(const at::Tensor& gradient, const std::optional<at::Tensor>& owner);
 
-  // Returns the gradient, flat, to which the reduce with the result `result` must add. Undefined if there is none, or
-  // outside of backward. Later reduces add to nothing, unless accumulate_onto() is called again.
+  // Returns the earlier gradient, flat, to which the reduce with the result `result` must add. Undefined if there is
+  // none, or outside of backward. Later reduces add to nothing, unless accumulate_onto() is called again.
   at::Tensor start_reduce(const at::Tensor& result);
 
   // Returns, once, the gradient to which the last reduce added, if that reduce ran in the current backward.

@@ -52,8 +52,7 @@ class HostShards : public TransportContext {
   void expire(c10::ArrayRef<ParamState*> params);
   // Called after an optimizer changed the main parameters of `stepped`. Starts to gather all stale host shards.
   void gather_after_step(c10::ArrayRef<ParamState*> stepped);
-  // Makes the current stream, or a CPU, wait for the host shards of `params`. If one is stale, gathers stale ones
-  // first.
+  // Makes the current stream (or a CPU) wait for the host shards of `params`, after a gather of stale ones if needed.
   void ready(c10::ArrayRef<ParamState*> params);
   void ready_all() { ready(params_); }
 

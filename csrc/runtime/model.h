@@ -43,8 +43,8 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   void replace(int64_t index, const at::Tensor& leaf);
   // Watches the version counters of `main_params`, the tensors through which users may write to the shard.
   void watch(int64_t index, const std::vector<at::Tensor>& main_params);
-  // Lets assigned_data() find an assignment to `.data` of `parameter`, the DTensor that users see, which does not reach
-  // the shard. Keeps no reference to the DTensor: torch.utils.swap_tensors refuses a tensor with other references.
+  // Lets assigned_data() find an assignment to `.data` of `parameter`, the DTensor that users see: the shard would not
+  // change. Keeps no reference to the DTensor, because torch.utils.swap_tensors refuses a tensor with other references.
   void guard_data(int64_t index, const at::Tensor& parameter) { state(index).guarded = parameter.storage(); }
   // Returns the index of the first of `parameters` whose `.data` was assigned to since guard_data(), or -1.
   int64_t assigned_data(at::TensorList parameters) const;
@@ -103,8 +103,8 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   };
   const std::vector<Part>& parts() const { return *parts_; }
 
-  // Prepares the next gather, for example by refreshing cached shards, so that it starts at once. Optional; all ranks
-  // must call it, or none.
+  // Prepares the next gather, for example by refreshing the copies of shards that peers read, so that it starts at
+  // once. Optional; all ranks must call it, or none.
   void refresh() { transport_->refresh(); }
 
   // A step of AdamW with some parameters of this model, by the transport; see Transport::fused_adam_step.

@@ -29,9 +29,9 @@ struct Domain {
 // This base class has no parameters and counts nothing; the runtime's Model overrides its methods.
 class TransportContext {
  public:
-  // `rank` and `world`: this rank in the gather group, and its number of ranks. `native_reduce`: whether the backend's
-  // own reduce-scatter reduces, which sums in its own order and in the dtype that is transferred. `number`: tells
-  // models over the same ranks apart; the same on all these ranks.
+  // `rank` and `world`: this rank's number in the gather group, and the group's size. `native_reduce`: whether the
+  // backend's own reduce-scatter reduces, which sums in its own order and in the dtype that is transferred. `number`:
+  // tells models over the same ranks apart; the same on all these ranks.
   TransportContext(Groups groups, int64_t rank, int64_t world, bool native_reduce, int64_t number, Domain domain)
       : groups_(std::move(groups)),
         rank_(rank),

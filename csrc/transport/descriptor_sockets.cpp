@@ -22,7 +22,7 @@ namespace zcompile {
 namespace {
 
 void check(bool succeeded, const char* what) {
-  TORCH_CHECK(succeeded, "zcompile: ", what, " failed while ranks exchanged memory: ", std::strerror(errno));
+  TORCH_CHECK(succeeded, "zcompile: ", what, " failed while ranks shared GPU memory (p2p): ", std::strerror(errno));
 }
 
 // Repeats a system call that a signal has interrupted (EINTR). If a call has a timeout, a signal interrupts it even if
@@ -118,7 +118,7 @@ struct Message {
   Message(const Message&) = delete;
 };
 
-constexpr const char* peer_is_gone = "zcompile: a rank ended, or failed, while ranks exchanged memory";
+constexpr const char* peer_is_gone = "zcompile: a rank ended, or failed, while ranks shared GPU memory (p2p)";
 
 void send(const Descriptor& to, const std::vector<Descriptor>& descriptors) {
   Message message(descriptors.size());
@@ -191,7 +191,7 @@ void DescriptorSockets::accept() {
     const auto left = deadline - std::chrono::steady_clock::now();
     TORCH_CHECK(
         left.count() > 0, "zcompile: ", incoming_.size(), " of ", world_ - 1, " ranks connected to rank ", rank_,
-        " within ", patience_.count(), " ms, while ranks exchanged memory");
+        " within ", patience_.count(), " ms, while ranks shared GPU memory (p2p)");
     set_timeout(inbox_, std::chrono::ceil<std::chrono::milliseconds>(left));
     Descriptor accepted(::accept4(inbox_.get(), nullptr, nullptr, SOCK_CLOEXEC));
     if (accepted.get() < 0 && (errno == EAGAIN || errno == EINTR)) continue;

@@ -32,7 +32,7 @@ class HostEffects {
     if (mode_ == Mode::kRecord) recording_.effects.emplace_back(std::move(effect));
   }
   // Like note(), for device work that a CUDA graph must not contain, such as a refresh of copies. Right before a
-  // capture, the effects of an uncaptured call are called, so that no such work is left for the capture.
+  // capture, the effects that an uncaptured call recorded run, so that the capture itself finds no such work.
   template <typename Effect>
   static void prepare(Effect effect) {
     if (mode_ == Mode::kIgnore) return;

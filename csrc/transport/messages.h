@@ -1,7 +1,7 @@
 // All-gather and all-to-all of CPU ranks, which consist of point-to-point messages.
 //
 // [Note: messages]
-// If another rank sends more bytes than expected, gloo's collectives end the process; NCCL's wait. So on CPUs, a
+// If another rank sends more bytes than expected, gloo's collectives end the process, and NCCL's wait. So on CPUs, a
 // collective is a message to each other rank, whose tag is its size. A message of another size never arrives, and the
 // rank waits until ranks are known to differ (order_log.h), which ends waits with an error. Native reduces use gloo's
 // own collectives.

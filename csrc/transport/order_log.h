@@ -6,8 +6,8 @@
 // it starts, and keeps a running hash. All ranks compare counts and hashes before an optimizer step
 // (zcompile/ranks/order_check.py), so that no parameter gets a wrong update. A rank may hang before it reaches a step,
 // so a thread (zcompile/ranks/order_watch.py) also compares with one other rank about every second. If ranks differ,
-// the step, or the next collective, raises on all ranks, and names the collectives of each rank. Over p2p, only means
-// over replicas (p2p/reducer.cpp) and gathers of uncached parameters are collectives.
+// the step, or the next collective, raises on all ranks, and names the collectives of each rank. The p2p transport
+// starts collectives only for means over replicas (p2p/reducer.cpp) and for gathers of uncached parameters.
 #pragma once
 
 #include <c10/util/ArrayRef.h>

@@ -44,7 +44,7 @@ struct ShardedParam : ShardLayout {
   }
 
   // Whether peers may read cached copies of the shard in `dtype`. If the main parameter is in host memory, only in the
-  // dtype of `narrow`: for another dtype, each training step would cast from host memory.
+  // dtype of `narrow`, its copy on the GPU: for another dtype, each training step would cast from host memory.
   bool is_cached_in(at::ScalarType dtype) const { return !narrow || narrow->copy.scalar_type() == dtype; }
   // Returns this rank's piece, flat, from which a gather in `dtype` reads.
   at::Tensor source(at::ScalarType dtype) const;

@@ -19,7 +19,7 @@
 namespace zcompile {
 
 // A transfer in flight. After wait(), the destination may be read: on a CPU by the host, on a GPU by work that is
-// enqueued on the current stream. Sources must not change before.
+// enqueued on the current stream. Sources must not change before wait().
 class Transfer {
  public:
   virtual ~Transfer() = default;
@@ -121,7 +121,7 @@ class Transport {
   virtual std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests) = 0;
 
   // Gather rows of a matrix, or reduce the gradients of rows. The defaults gather the whole matrix, and reduce a dense
-  // gradient. Both methods count their bytes in the context; the caller does not.
+  // gradient. Both methods add their bytes to the statistics of the context; the caller does not.
   virtual std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request);
   virtual std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request);
 
@@ -132,7 +132,7 @@ class Transport {
   // Runs an AdamW step and prepares the next gather, as refresh() does. The step may overwrite gradients whose memory
   // no other tensor shares. Returns false, without a step, if the caller must run torch's AdamW.
   virtual bool fused_adam_step(c10::ArrayRef<AdamRequest>, const AdamSettings&) { return false; }
-  // Prepares the next gather, such as copies of shards that peers read. All ranks must call it, or none.
+  // Prepares the next gather, for example the copies of shards that peers read. All ranks must call it, or none.
   virtual void refresh() {}
 
   // [Note: transfers in a CUDA graph]
@@ -144,8 +144,8 @@ class Transport {
   virtual void start_capture() {}
   virtual void finish_capture() {}
   virtual void leave_graph() {}
-  // reduced_pieces() returns the number of pieces of gradients reduced so far. Piece n uses region n % staging_regions
-  // of the staging buffers. A captured graph uses fixed regions, so it can be launched only at the same remainder.
+  // reduced_pieces() returns n, the number of pieces of gradients reduced so far. The next piece uses region n %
+  // staging_regions of the staging buffers. A graph can be launched only if this remainder is as in its capture.
   static constexpr uint32_t staging_regions = 3;  // peers write one while this rank sums another; the third is slack
   virtual uint32_t reduced_pieces() const { return 0; }
   // Lets gradients, and parameters outside of a captured graph, use torch's allocator from now on. A collective call.

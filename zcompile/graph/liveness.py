@@ -8,13 +8,13 @@ has no storage here, and the storages from which it is computed live until its r
 
 Nodes that fuse are pointwise nodes, casts, copies and reductions. Others, such as matmuls, attention and transfers, do
 not fuse, and divide the graph into *segments*. The result of a node that fuses is written to memory if one of its
-readers does not fuse, or is in a later segment. There is one exception: Inductor computes a pointwise node in the later
-segment, beside its readers, if no node that does not fuse is on a path from it to them. An example is a mask that is
-added to the result of a matmul.
+readers does not fuse, or is in a later segment. An exception is a pointwise node, such as a mask that is added to the
+result of a matmul, if all paths from the node to readers in later segments have only nodes that fuse: Inductor computes
+the node there, beside its readers.
 
 Nodes that fuse and share arguments become one *kernel*, also across segments, unless one depends on another through a
-node that does not fuse. A kernel's arguments and results live until its last node. But if only one node of the kernel,
-and no later node, reads an argument, the kernel writes this node's result over the argument if both have the same size.
+node that does not fuse. A kernel's arguments and results live until its last node. An exception is an argument that
+only one node of the kernel, and no later node, reads: the node's result is written over it if both have the same size.
 """
 
 import operator
@@ -142,8 +142,8 @@ class Liveness:
             dies[result] = max(dies[result], last)
 
     def _kernels(self) -> list[list[Node]]:
-        """Return the nodes of each kernel. They are written, fuse and share arguments, and none depends on another
-        through a node that does not fuse."""
+        """Return the nodes of each kernel. They fuse, share arguments, and are written to memory, and none depends on
+        another through a node that does not fuse."""
         kernel_of: dict[Node, list[Node]] = {}
         last_reader: dict[Storage, Node] = {}
         for node in self.nodes:

@@ -76,7 +76,7 @@ MOVEMENT = {
 
 # Ops, with all their overloads, that read parameters and never write their result over their first argument. For some
 # other ops (`index_put`, custom ops that mutate), Inductor does so if no other node of the graph reads the argument.
-# But the next microbatch may read it: a cached parameter.
+# But the argument may be a cached parameter, which the next microbatch reads.
 PURE_READERS = {
     aten.addmm,
     aten.baddbmm,
