@@ -1,1 +1,1 @@
-"""Modules whose parameters are gathered together in eager: found, gathered, reduced, and kept in one order."""
+"""Modules whose parameters are all-gathered together in eager: which modules, their calls, and the order of ranks."""

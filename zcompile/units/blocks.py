@@ -3,15 +3,15 @@
 [Note: blocks]
 A model that runs in eager gathers block by block, as under FSDP2. A block is one of the modules that repeat, such as a
 layer of a transformer; all other parameters form the root block. A block is *open* while its modules hold unsharded
-parameters: during its forward and its backward. Each is a `Unit` object, as the units of units/unit.py. The root block
-stays unsharded from forward to backward, because backward would gather it again at once.
+parameters: during its forward and its backward. A block is a `Unit` object (units/unit.py). The root block stays
+unsharded from forward to backward, because backward would gather it again at once.
 
-Code that zcompile compiles opens no blocks: its graphs gather each parameter where it is read; see class_swap.py. Two
-kinds of blocks open nevertheless: those with a tensor subclass, whose all-gather hooks are Python, so that the graph
-breaks at the block; and those compiled by another backend, whose graphs would keep gathered parameters until backward.
-If eager code reads a parameter of a closed block, between two graphs or outside of the block's call, the block opens
-until the outermost forward ends. All ranks must run the same blocks, as under FSDP2: no rank issues collectives for a
-skipped block. A parameter that a rank did not use is reduced as zeros. Tensor hooks begin and end a block's backward.
+A graph that zcompile compiles gathers each parameter where it is read, and opens no block, except a block with a tensor
+subclass: the subclass's all-gather hooks are Python, so the graph breaks at the block. Blocks compiled by another
+backend of torch.compile open too, because its graphs would keep gathered parameters until backward. If eager code reads
+a parameter while its block is not open, the block opens until the outermost forward ends. All ranks must run the same
+blocks, as under FSDP2, because a rank issues no collectives for a block that it skips. For a parameter of a block that
+it did not use, a rank reduces zeros. Hooks on a block's results and inputs begin and end the block's backward.
 """
 
 import functools
@@ -39,9 +39,9 @@ MIN_BLOCK_BYTES = 1 << 20
 
 
 def make_blocks(state: ShardedModel, model: nn.Module) -> list[Unit]:
-    """Make the blocks of `model`, whose ShardedModel is `state`, after its units are made.
+    """Make the blocks of `model`, whose ShardedModel is `state`. The units of `model` must exist already.
 
-    A module has one block: if two blocks share a parameter, all parameters of its modules go to the root block.
+    A module is in one block. If modules of two blocks share a parameter, both modules go to the root block.
     """
     units = {module for module in model.modules() if UNIT in module.__dict__}
     blocks = repeated_modules(model, units, MIN_BLOCK_BYTES)
@@ -70,30 +70,30 @@ def make_blocks(state: ShardedModel, model: nn.Module) -> list[Unit]:
 
 
 def order_blocks(state: ShardedModel, blocks: list[Unit]) -> None:
-    """Let forwards of modules of `state` that no other forward contains open `blocks`."""
+    """Let the outermost forwards of modules of `state` (inside of no other forward) gather `blocks` block by block."""
     if blocks:
         state.block_order = BlockOrder(blocks, state.mesh, state.machine.memory_bytes // 16)
         state.call_outermost = _call_outermost
 
 
 class BlockOrder(UnitOrder):
-    """The order in which a model's blocks are prefetched: that of the last forward, and of the last backward."""
+    """Prefetches a model's blocks in the order in which the last forward and the last backward gathered them."""
 
     may_skip = False
 
     def __init__(self, units: Sequence[Unit], mesh: DeviceMesh, budget_bytes: int):
         super().__init__(units, mesh, budget_bytes)
         self.forward, self.backward = EventList([]), EventList([])
-        self.read_units: list[Unit] = []  # blocks that reads have opened in this forward
-        self.reads: list[_BlockCall] = []  # their forwards, if autograd records them
-        self.has_read = False  # whether blocks that reads opened may still have memory
+        self.read_units: list[Unit] = []  # blocks that `read` has opened in this forward
+        self.reads: list[_BlockCall] = []  # for each of `read_units`, if autograd records the forward
+        self.has_read = False  # whether blocks that `read` opened may still have memory
         self.has_extended = any(unit.extended for unit in units)  # whether blocks open in compiled code, too
 
     @torch.compiler.disable
     def read(self, unit: Unit) -> None:
-        """Gather `unit` because eager code reads a parameter of it. It stays open until the outermost forward ends.
+        """Gather block `unit`, because eager code reads a parameter of it, until the outermost forward ends.
 
-        Such a gather is not prefetched in the next forward, so that ranks with different reads get an error.
+        The next forward does not prefetch this gather. So if ranks read different blocks, they raise an error.
         """
         unit.follow_requires_grad()
         if unit.is_here:
@@ -110,7 +110,7 @@ class BlockOrder(UnitOrder):
 
     @torch.compiler.disable
     def end_reads(self, result: Any, has_raised: bool = False) -> Any:
-        """Reshard the blocks that reads opened. Return `result`, whose backward gathers them again."""
+        """Reshard the blocks that `read` gathered. Return the forward's `result`, whose backward gathers them again."""
         units, reads = self.read_units, self.reads
         self.read_units, self.reads = [], []
         for call in reads:
@@ -125,7 +125,7 @@ class BlockOrder(UnitOrder):
 
     @torch.compiler.disable
     def drop_reads(self) -> None:
-        """Reshard the blocks that reads of an earlier forward opened."""
+        """Reshard the blocks that `read` gathered in an earlier forward."""
         self.has_read = False
         for unit in self.units:
             unit.close()
@@ -136,7 +136,7 @@ class BlockOrder(UnitOrder):
         self.gather_first(self.forward)
 
     def leave_root(self, result: Any) -> Any:
-        """End an outermost forward, and keep its order for prefetches in the next one."""
+        """End an outermost forward. The next one prefetches blocks in the order in which this one gathered them."""
         self.in_root = False
         self.drop_ahead(self.forward)
         if self.forward.done != self.forward.events:
@@ -151,18 +151,18 @@ class BlockOrder(UnitOrder):
         self.end_reads(None, has_raised=True)
 
     def is_whole(self, events: EventList) -> bool:
-        """Whether the next gather may be prefetched."""
+        """Whether the next block may be prefetched: inside of an outermost forward, or of a backward."""
         return self.in_root if events is self.forward else self.callback is not None
 
     def come_to(self, events: EventList, event: tuple[str, int]) -> int | None:
-        """Return the position of `event` in the order of the last forward or backward, or None."""
+        """Return the index of `event` (a gather or reduce of a block) in the last forward or backward, or None."""
         position = events.find(event, events.at)
         if position is not None:
             events.at = position + 1
         return position
 
     def finish_backward(self) -> None:
-        """End a backward, and keep its order for prefetches in the next one."""
+        """End a backward. The next one prefetches blocks in the order in which this one gathered them."""
         done = [event for event in self.backward.done if event[0] == GATHER]
         super().finish_backward()
         if done != self.backward.events:
@@ -180,7 +180,7 @@ class _BlockCall(UnitCall):
 
 
 def _connect(call: _BlockCall, result: Any) -> Any:
-    """Return `result`, whose backward gathers the block first."""
+    """Return the block's `result` with tensor hooks that gather the block before its backward."""
     call.has_result = False
 
     def connect(tensor: torch.Tensor) -> torch.Tensor:
@@ -209,7 +209,7 @@ def _begin(unit: Unit, given: Any) -> _BlockCall | None:
 
 @torch.compiler.disable
 def _end(unit: Unit, begun: _BlockCall | None, result: Any) -> Any:
-    """Check for lost writes after a forward, and connect `result` to the block's backward. Return `result`."""
+    """Raise if the block's forward wrote to its parameters. Return `result`, with the tensor hooks of `_connect`."""
     unit.refuse_writes()
     return result if begun is None else _connect(begun, result)
 
@@ -218,7 +218,7 @@ def _end(unit: Unit, begun: _BlockCall | None, result: Any) -> Any:
 def _leave(unit: Unit, begun: _BlockCall | None) -> None:
     """Reshard the block after a forward, also if it raised."""
     unit.in_forward, unit.call = False, None
-    if begun is None or not in_backward():  # a checkpoint recomputes: backward reads next
+    if begun is None or not in_backward():  # else a checkpoint recomputed this forward, and backward reads next
         keep = torch._C._are_functorch_transforms_active()
         keep |= begun is not None and (unit.is_root or not begun.has_result)
         unit.close(keep)
@@ -226,7 +226,7 @@ def _leave(unit: Unit, begun: _BlockCall | None) -> None:
 
 @torch._dynamo.disable(recursive=False, reason="all-gather hooks of tensor subclasses run in eager: zcompile.shard")
 def _call_open(unit: Unit, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Run `call(module, *args, **kwargs)` while `unit` is open (its modules hold unsharded parameters)."""
+    """Run `call(module, *args, **kwargs)` while the block `unit` is open (its modules hold unsharded parameters)."""
     if unit.in_forward or unit.has_given_parameters() or (in_backward() and unit.is_open):
         return call(module, *args, **kwargs)
     begun: _BlockCall | None = None
@@ -273,8 +273,8 @@ def _call_outermost(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
 def _warn_of_backend(module: Any) -> None:
     if records_graph() and not in_backward():
         warnings.warn(
-            f"zcompile: '{type(module).__name__}' is compiled by another backend, whose graphs keep each gathered "
-            'parameter until backward. Compile it by backend="zcompile", or compile its layers instead.',
+            f"zcompile: '{type(module).__name__}' is compiled by another backend than zcompile. Its graphs keep each "
+            'gathered parameter until backward. Compile it with backend="zcompile", or compile each layer by itself.',
             stacklevel=2,
         )
 
@@ -309,7 +309,7 @@ def _call_compiled(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _opened_by(module: nn.Module) -> tuple[Unit, ...]:
-    """Return the blocks whose parameters an outermost call of `module` may read, without those that it calls."""
+    """Return the blocks that have parameters of modules in `module`, but are not called by its forward."""
     opened: tuple[Unit, ...] | None = module.__dict__.get(OPENED)
     if opened is None:
         inside = set(module.modules())

@@ -1,8 +1,8 @@
-"""Find the units of a model: modules that gather all parameters at their call; see [Note: units] in units/unit.py.
+"""Find the units of a model: modules whose parameters are all-gathered together at their call; see units/unit.py.
 
-By default (sharding/plan.py drops some), units are modules whose forward loops over experts: each rank reads only the
-experts that its tokens are routed to. Modules that compute all experts by one grouped product are not units: all ranks
-read the same parameters, and a compiled graph plans their gathers.
+By default, units are modules whose forward loops over experts (if rows of all their parameters are sharded over the
+model's mesh), because each rank reads only the experts to which its tokens are routed. A module that computes all
+experts by one grouped matmul is not a unit: all ranks read the same parameters, so a graph gathers each at its read.
 """
 
 import ast
@@ -25,11 +25,11 @@ def default_units(model: nn.Module) -> list[nn.Module]:
 
 
 def repeated_modules(model: nn.Module, units: Container[nn.Module], min_bytes: int = 1) -> list[nn.Module]:
-    """Return the modules that repeat in `model`: children of its outermost lists and sequences.
+    """Return the modules that repeat in `model`: children of ModuleLists, ModuleDicts and Sequentials.
 
     Args:
         units: modules to leave out, with all modules inside of them.
-        min_bytes: least bytes of a child's parameters. Smaller children are searched for lists inside of them.
+        min_bytes: a child with fewer bytes of parameters is left out; the children of lists inside of it are not.
     """
     repeated: list[nn.Module] = []
     inside: set[nn.Module] = set()
@@ -50,7 +50,7 @@ def repeated_modules(model: nn.Module, units: Container[nn.Module], min_bytes: i
 
 
 def _compiled_module(module: nn.Module) -> nn.Module:
-    """Return the module inside of a `torch.compile(module)`, and any other module itself."""
+    """Return the original module if `module` is the result of `torch.compile`, else `module`."""
     return module._orig_mod if isinstance(module, OptimizedModule) else module
 
 
@@ -70,7 +70,7 @@ def loops_over_experts(module: nn.Module) -> bool:
 
 
 def experts_implementation(module: nn.Module) -> str | None:
-    """Return how a Hugging Face module's next forward computes its experts; None for any other module."""
+    """Return a Hugging Face module's `config._experts_implementation`, by which forward computes experts, or None."""
     if not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):
         return None
     found: str | None = getattr(getattr(module, "config", None), "_experts_implementation", None)
@@ -78,7 +78,7 @@ def experts_implementation(module: nn.Module) -> str | None:
 
 
 class ExpertsImplementation:
-    """How a module of Hugging Face computed its experts when the model was sharded."""
+    """How a Hugging Face module computed its experts in `zcompile.shard`, kept to detect a later change."""
 
     def __init__(self, path: str, module: nn.Module):
         self.path, self.module, self.at_shard = path, weakref.ref(module), experts_implementation(module)
@@ -86,15 +86,15 @@ class ExpertsImplementation:
     def check(self) -> None:
         """
         Raises:
-            RuntimeError: the module now loops over its experts, and did not in `zcompile.shard`, or the reverse.
+            RuntimeError: the module loops over its experts now, but did not in `zcompile.shard`, or the reverse.
         """
         module = self.module()
         now = None if module is None else experts_implementation(module)
         if now != self.at_shard and now is not None and "eager" in (now, self.at_shard):
             raise RuntimeError(
-                f"zcompile: '{self.path}' computes its experts by '{now}' (config._experts_implementation), and did by "
-                f"'{self.at_shard}' when the model was sharded (rank {dist.get_rank()}). A loop over experts is "
-                "gathered in another way than a product of all of them: set it before zcompile.shard."
+                f"zcompile: '{self.path}' computes its experts by '{now}' (config._experts_implementation), but did by "
+                f"'{self.at_shard}' in zcompile.shard (rank {dist.get_rank()}). A loop over experts needs other "
+                "all-gathers than a grouped matmul: set config._experts_implementation before zcompile.shard."
             )
 
 
@@ -105,7 +105,7 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _reads_in_loop(module: nn.Module) -> bool:
-    """Whether a class of experts reads a parameter of its own in a loop of its forward."""
+    """Whether the forward of `module`, whose class is named as experts, reads an own 3-D parameter in a loop."""
     names = {name for name, parameter in module._parameters.items() if parameter is not None and parameter.ndim == 3}
     if not names or "expert" not in type(module).__name__.lower():
         return False
@@ -119,14 +119,14 @@ def _reads_in_loop(module: nn.Module) -> bool:
 
 
 def implementations(model: nn.Module) -> list[ExpertsImplementation]:
-    """Return the implementations of the modules of `model` that can compute experts in several ways."""
+    """Return an ExpertsImplementation for each module of `model` that can compute its experts in several ways."""
     return [ExpertsImplementation(p, m) for p, m in model.named_modules() if experts_implementation(m) is not None]
 
 
 def find_units(model: nn.Module, wanted: Iterable[UnitLike]) -> dict[str, nn.Module]:
-    """Return path -> module for the modules in `wanted`, or of classes in it, that are inside of no other unit.
+    """Return path -> module for each module of `model` that is in `wanted`, or whose class is.
 
-    Modules without parameters are left out.
+    Modules inside of another unit, and modules without parameters, are left out.
     """
     instances = {id(_compiled_module(each)) for each in wanted if isinstance(each, nn.Module)}
     classes = tuple(each for each in wanted if isinstance(each, type))
@@ -142,21 +142,21 @@ def find_units(model: nn.Module, wanted: Iterable[UnitLike]) -> dict[str, nn.Mod
 
 
 def leave_shared(group_of: MutableMapping[nn.Module, Any], owners: Iterable[Collection[nn.Module]]) -> None:
-    """Take modules out of their groups if they share a parameter with a module outside.
+    """Remove each module that shares a parameter with a module outside of its group (a unit or block) from the group.
 
-    So all modules that have a parameter are in one group or in none, and a module's parameters stay together.
+    Then the modules that share a parameter are all in the same group, or all in none.
 
     Args:
-        group_of: module -> its group. Modules without a group are absent.
+        group_of: module -> its group, changed in place. Modules without a group are absent.
         owners: for each parameter, the modules that have it.
     """
     while shared := [each for each in owners if len({group_of.get(module) for module in each}) > 1]:
-        for module in set().union(*shared):  # this may leave other shared parameters in two groups
+        for module in set().union(*shared):  # a removed module may share another parameter with its former group
             group_of.pop(module, None)
 
 
 def check_units(model: nn.Module, wanted: Sequence[UnitLike]) -> Exception | None:
-    """Return why `wanted` cannot be units of `model`, or None. Not raised, so that ranks can agree first."""
+    """Return an error if `wanted` cannot be units of `model`, else None. The caller raises it on all ranks."""
     for each in wanted:
         if not isinstance(each, nn.Module) and not (isinstance(each, type) and issubclass(each, nn.Module)):
             return TypeError(f"zcompile.shard: units must be modules of the model or classes of modules, not {each!r}.")
@@ -166,10 +166,10 @@ def check_units(model: nn.Module, wanted: Sequence[UnitLike]) -> Exception | Non
         if forward is nn.Module.forward:
             name = each.__name__ if isinstance(each, type) else type(each).__name__
             return ValueError(
-                f"zcompile.shard: a {name} of `units` has no forward, so nothing tells when it is used. Pass the "
-                "module whose forward calls what is in it."
+                f"zcompile.shard: `units` has a {name}, which has no forward, so no call can gather its parameters. "
+                "Pass the module whose forward calls its children."
             )
         if not any(isinstance(module, each) if isinstance(each, type) else module is each for module in modules):
             what = f"module of class {each.__name__}" if isinstance(each, type) else f"{type(each).__name__} of `units`"
-            return ValueError(f"zcompile.shard: the model has no such {what}, which is to be a unit.")
+            return ValueError(f"zcompile.shard: the model has no such {what}. Pass modules of the model, or classes.")
     return None

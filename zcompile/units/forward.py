@@ -1,4 +1,4 @@
-"""Calls of units, and their backward; see [Note: units] in units/unit.py."""
+"""Calls of units (modules whose parameters are all-gathered at their call), and their backward; see units/unit.py."""
 
 import weakref
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from zcompile.units.unit import Unit
 
 
 class UnitCall:
-    """One forward of a unit with grad mode on, and its backward. The autograd graph holds this object."""
+    """One forward of a unit that autograd records, and this forward's backward. The autograd graph holds the object."""
 
     def __init__(self, unit: Unit):
         self.unit = unit
@@ -28,10 +28,7 @@ class UnitCall:
         unit.calls_ahead.add(self)
 
     def begin_with_gradient_of(self, result: torch.Tensor) -> None:
-        """Call `begin_backward` when `result` gets its gradient, unless `result` is an unchanged argument of forward.
-
-        Sequence numbers of autograd nodes cannot tell this, because each thread counts its own.
-        """
+        """Call `begin_backward` when `result` gets its gradient, unless it is an unchanged argument of forward."""
         if result.grad_fn is not None and self.given.get(id(result)) != result._version:
             result.register_hook(hook_calling(lambda: self.begin_backward))
 
@@ -51,9 +48,10 @@ class UnitCall:
             self.unit.calls_in_backward += 1
 
     def note_split_backward(self) -> None:
-        """
+        """Record whether this backward is of inputs alone, as in a zero-bubble pipeline.
+
         Raises:
-            RuntimeError: this is a zero-bubble pipeline's backward of inputs, and the unit was not kept unsharded.
+            RuntimeError: it is, but `zcompile.accumulate` did not keep the unit unsharded.
         """
         unit, was_split = self.unit, self.was_split
         is_split = unit.in_split_backward()
@@ -63,9 +61,9 @@ class UnitCall:
         self.order.splits = max(0, self.order.splits + self.was_split - was_split)
         if self.was_split and unit.state.microbatches.accumulates:
             raise RuntimeError(
-                "zcompile: a split backward, of inputs alone with its graph kept, came to parameter "
-                f"'{unit.sharded[0].name}' on rank {dist.get_rank()}, which zcompile.accumulate did not keep "
-                "unsharded: no memory was left. Run backwards of inputs and parameters together, or use more ranks."
+                "zcompile: a split backward (of inputs alone, with its graph kept, as in a zero-bubble pipeline) needs "
+                f"parameter '{unit.sharded[0].name}' unsharded, but zcompile.accumulate had no memory to keep it on "
+                f"rank {dist.get_rank()}. Run backwards of inputs and parameters together, or use more ranks."
             )
 
     @torch.compiler.disable
@@ -83,12 +81,12 @@ class UnitCall:
         """
         for each in tensors_in(given):
             self.given[id(each)] = each._version  # an id is unique while forward runs: its caller holds the tensor
-            if each.requires_grad and not each.is_leaf:  # whose hooks would stay
-                each.register_hook(hook_calling(weakref.WeakMethod(self.end_backward)))  # users hold it
+            if each.requires_grad and not each.is_leaf:  # a leaf would keep the hook for all later backwards
+                each.register_hook(hook_calling(weakref.WeakMethod(self.end_backward)))  # users may hold the tensor
 
 
 def hook_calling(method: Callable[[], Callable[[], None] | None]) -> Callable[[torch.Tensor], None]:
-    """Return a tensor hook that calls `method()()`, unless `method()` is None because its object was freed."""
+    """Return a tensor hook that calls `method()()`. If `method()` is None, a dead weak reference, it does nothing."""
 
     @never_compiled_alone
     def run(_: torch.Tensor) -> None:
@@ -102,7 +100,7 @@ class _Entry(torch.autograd.Function):
     """The autograd node at the begin of a unit's forward. Its backward runs after those of all nodes in the unit.
 
     Why: autograd runs ready nodes in the reverse order of forward. The backward of `_Exit` makes this node ready, and
-    all other nodes of the unit were made after it.
+    forward made all other nodes of the unit after this one.
     """
 
     @staticmethod
@@ -139,7 +137,7 @@ class _Exit(torch.autograd.Function):
 
 
 def _connect(call: UnitCall, entry: torch.Tensor, result: Any, given: Any) -> Any:
-    """Return `result` with a backward that first gathers the unit, and ends at the node of `entry`."""
+    """Return the unit's `result`, whose backward gathers the unit first, and ends at `_Entry`, the node of `entry`."""
     values = tensors_in(result)
     call.has_result = bool(values)
     # Arguments that the unit returns stay the same tensors: autograd must see if the caller changes them in place.
@@ -190,7 +188,7 @@ def _begin(module: Any, given: Any) -> "tuple[UnitCall, torch.Tensor] | None":
 
 @torch.compiler.disable
 def _end(module: Any, begun: "tuple[UnitCall, torch.Tensor] | None", result: Any, given: Any) -> Any:
-    """Check for lost writes after the unit's forward, and connect `result` to the unit's backward. Return `result`."""
+    """Raise if the unit's forward wrote to its parameters. Return `result`, connected to the unit's backward."""
     unit: Unit = module.__dict__[UNIT]
     unit.refuse_writes()
     return result if begun is None else _connect(*begun, result, given)
@@ -201,13 +199,13 @@ def _leave(module: Any, call: UnitCall | None) -> None:
     """Reshard the unit after its forward, also if it raised."""
     unit: Unit = module.__dict__[UNIT]
     unit.in_forward, unit.call = False, None
-    if call is None or not in_backward():  # a checkpoint recomputes: backward reads next
+    if call is None or not in_backward():  # else a checkpoint recomputed this forward, and backward reads next
         unit.close(keep=torch._C._are_functorch_transforms_active() or (call is not None and not call.has_result))
 
 
 @torch._dynamo.disable(recursive=False, reason="a unit gathers its parameters before its forward: see zcompile.shard")
 def call_unit(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
-    """Run `call(module, *args, **kwargs)`, a call of a unit, with its gather before and its reshard after."""
+    """Gather the unit `module`, run its forward, `call(module, *args, **kwargs)`, and reshard it."""
     unit: Unit = module.__dict__[UNIT]
     if unit.in_forward:  # it calls itself
         return call(module, *args, **kwargs)
@@ -225,9 +223,9 @@ def call_unit(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
 
 @never_compiled_alone
 def call_inside(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
-    """Run `call(module, *args, **kwargs)`, a call of a module inside of a unit.
+    """Run `call(module, *args, **kwargs)`, the forward of a module inside of a unit.
 
-    A hook may take its result out of the unit, and backward may reach this result before the unit's own.
+    A forward hook may use the module's result outside of the unit. So the unit's backward may begin with this result.
     """
     result = call(module, *args, **kwargs)
     if not torch.compiler.is_compiling():
@@ -246,9 +244,9 @@ def _watch(unit: Unit, result: Any) -> None:
 
 @torch._dynamo.disable(recursive=False, reason="what it calls is a unit: see zcompile.shard")
 def call_parent(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
-    """Run `call(module, *args, **kwargs)`, a call of a module that calls units, then pass by the units it skipped.
+    """Run `call(module, *args, **kwargs)`, the forward of a module that calls units.
 
-    So a rank that skips a unit issues the unit's gather and reduce in the same places as other ranks.
+    Then issue the collectives of units that it skipped: other ranks, which called them, do so in the same module.
     """
     units: list[Unit] = module.__dict__[UNITS_BELOW]
     before = [unit.calls for unit in units]
@@ -261,7 +259,7 @@ def call_parent(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
 
 @torch.compiler.disable
 def _pass_by(unit: Unit, result: Any) -> Any:
-    """Issue the collectives of `unit`, which this rank skipped. Return `result`, connected to the unit's backward."""
+    """Gather and reshard `unit`, which this rank skipped. Return the caller's `result`: its backward reduces zeros."""
     order: UnitOrder = unit.order
     if order.made_up_for(unit) or unit.is_whole() or unit.has_given_parameters():
         return result

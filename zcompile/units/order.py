@@ -1,23 +1,23 @@
 """The order in which units gather and reduce: the same on all ranks, whichever units a rank calls.
 
 [Note: order of units]
-A unit (units/unit.py) is a module whose parameters are all-gathered at its call. A collective needs every rank, but a
-rank may skip a unit, and other ranks do not know. If the rank still runs the module that calls the unit, that module
-finds at its end that the unit was skipped, and issues the unit's collectives (`call_parent` in units/forward.py). For
-all other cases, each rank has the same two lists of collectives: in forward, a gather of each unit; in backward, a
-gather and a reduce of each. Before a rank issues a collective, it issues those that the list has before it: it gathers
-each skipped unit and drops the result, and reduces zeros. At the end of the model's forward, and of backward, it issues
-the rest of the list. So every step moves every unit, called or not.
+A unit (units/unit.py) is a module whose parameters are all-gathered at its call. Every rank must join this all-gather,
+but a rank may skip a unit that other ranks call. The rank then issues the unit's collectives in one of two places:
+  - If it runs the module that calls the unit, at the end of this module's forward (`call_parent` in units/forward.py).
+  - If it skips this module too, by a list. All ranks have the same list of collectives for forward (an all-gather of
+    each unit), and for backward (an all-gather and a reduce-scatter of each). Before a rank issues a collective, it
+    issues all earlier ones of the list: it gathers skipped units and drops the results, and reduces zeros for them. At
+    the end of the model's forward, and of backward, it issues the rest. So each step gathers and reduces all units.
 
-A rank that skipped a unit issues its collectives at its next unit, later than other ranks. So units have process groups
-of their own, in which no other collective waits for them. Each unit is prefetched when the unit before it in the list
-begins. So the gather overlaps with compute, and ranks that call a unit seldom wait for a rank that skips it.
+A rank that skips a unit by the list issues its collectives late, at the next unit that it calls. So units have process
+groups of their own, in which no other collective waits. When a unit begins, the next unit of the list is prefetched. So
+its all-gather overlaps with compute, and ranks that call it seldom wait for a rank that skips it.
 
-The lists apply to forwards of the whole sharded model. If a program calls only a part of it, or a compiled function
-calls it, each rank gathers and reduces the units that it calls, and all ranks must call the same ones.
+The lists are used if the forward of the whole sharded model runs. If a program calls only a part of the model, or a
+compiled function calls the model, a rank gathers and reduces only the units that it calls, the same on all ranks.
 
-At first, the lists have the order of `named_modules`. After a backward, ranks compare the collectives that they issued,
-and adopt the order of a rank that called all units that any rank called.
+At first, the lists have the order of `named_modules`. After backward 1, 2, 4, 8 and so on, ranks compare the
+collectives that they issued, and adopt the order of a rank that called all units that any rank called.
 """
 
 import functools
@@ -54,9 +54,9 @@ def in_backward() -> bool:
 
 
 def make_units(state: ShardedModel, root: nn.Module, modules: Mapping[str, nn.Module]) -> list[Unit]:
-    """Make units of `modules` (path -> module) of `root`, the model of `state`. `order_units` gives them an order.
+    """Return units for `modules` (path -> module) of the model `root`, whose ShardedModel is `state`.
 
-    Modules without a sharded parameter are left out.
+    Modules without a sharded parameter get no unit.
     """
     made: list[Unit] = []
     of_units = state.units
@@ -77,7 +77,7 @@ def make_units(state: ShardedModel, root: nn.Module, modules: Mapping[str, nn.Mo
 
 
 def _caller_of(root: nn.Module, path: str) -> nn.Module | None:
-    """Return the innermost module that contains the one at `path` and has a forward, which containers lack."""
+    """Return the innermost module around the one at `path` that has a forward, which a ModuleList has not."""
     while path:
         path = path.rpartition(".")[0]
         module = root.get_submodule(path)
@@ -87,7 +87,7 @@ def _caller_of(root: nn.Module, path: str) -> nn.Module | None:
 
 
 def order_units(state: ShardedModel, units: Sequence[Unit]) -> None:
-    """Make the `UnitOrder` of `units`, which may prefetch with up to 1/16 of the device's memory."""
+    """Make the `UnitOrder` of `units`. A unit and its prefetched successor get at most 1/16 of the device's memory."""
     if state.units is not None:
         order = UnitOrder(units, state.mesh, state.machine.memory_bytes // 16)
         state.unit_order = state.units.unit_order = order
@@ -98,17 +98,17 @@ class EventList:
 
     def __init__(self, events: Sequence[Event]):
         self.events, self.at = list(events), 0
-        self.ahead: dict[int, list[torch.Tensor]] = {}  # position -> a prefetched gather
-        self.done: list[Event] = []  # collectives of the units that this rank called in the last pass
+        self.ahead: dict[int, list[torch.Tensor]] = {}  # index in `events` -> the tensors of a prefetched all-gather
+        self.done: list[Event] = []  # collectives of the units that this rank called in this forward or backward
 
     def find(self, event: Event, begin: int) -> int | None:
         return next((at for at in range(begin, len(self.events)) if self.events[at] == event), None)
 
 
 class UnitOrder:
-    """A rank's position in the collectives of one model's units. Only one thread may use it at a time.
+    """The order in which one model's units gather and reduce. Only one thread may use it at a time.
 
-    Code around a unit may be compiled, so Dynamo does not trace methods that other files call.
+    Code around a unit may be compiled, so methods that other files call are hidden from Dynamo.
     """
 
     may_skip = True  # whether a rank may skip a unit that other ranks call
@@ -116,20 +116,20 @@ class UnitOrder:
     def __init__(self, units: Sequence[Unit], mesh: DeviceMesh, budget_bytes: int):
         """
         Args:
-            budget_bytes: a unit is prefetched if it and the unit before it have at most so many unsharded bytes.
+            budget_bytes: a unit is prefetched if its and the previous unit's unsharded parameters fit in this.
         """
         self.units, self.mesh, self.budget_bytes = list(units), mesh, budget_bytes
         indices = range(len(self.units))
         self.forward = EventList([(GATHER, i) for i in indices])
         self.backward = EventList([(kind, i) for i in reversed(indices) for kind in (GATHER, REDUCE)])
         self.in_root = False  # a forward of the whole model runs
-        self.splits = 0  # forwards of units with a backward of inputs alone, but none of parameters yet
-        self.rounds = 0  # forwards of the whole model whose backward has begun and not ended
-        self.begun_rounds = 0  # the number of these that began in this backward
+        self.splits = 0  # forwards of units whose backward was of inputs alone, and not yet of parameters
+        self.rounds = 0  # number of forwards of the whole model whose backward has begun and not ended
+        self.begun_rounds = 0  # number of forwards of the whole model whose backward began in this call of autograd
         self.callback: weakref.ref[Any] | None = None  # end-of-backward callback; only the running backward holds it
         self.calls_in_backward: list[UnitCall] = []  # forwards of units that this backward has reached
         self.reductions: deque[Reduction] = deque()  # started, and not waited for
-        self.undecided: list[Reduction] = []  # with parameters that this rank did not use
+        self.undecided: list[Reduction] = []  # complete, with parameters that maybe only other ranks used
         self.backwards, self.next_comparison = 0, 1
 
     # --- what modules and autograd call ------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class UnitOrder:
 
     @torch.compiler.disable
     def leave_root(self, result: Any) -> None:
-        """End a forward of the whole model, and let the backward of `result` issue collectives of skipped units."""
+        """End a forward of the whole model: issue its remaining collectives. Hooks on `result` begin its backward."""
         if in_backward():
             return
         self.in_root = False
@@ -180,7 +180,7 @@ class UnitOrder:
                 self.begin_backward()
 
         for tensor in tensors_in(result):
-            if tensor.requires_grad and not tensor.is_leaf:  # whose hooks stay
+            if tensor.requires_grad and not tensor.is_leaf:  # a leaf would keep the hook for all later backwards
                 tensor.register_hook(begin_backward)
 
     @torch.compiler.disable
@@ -192,7 +192,7 @@ class UnitOrder:
 
     @torch.compiler.disable
     def open(self, unit: Unit) -> None:
-        """Gather `unit`, for its forward or backward to read, and prefetch the next one."""
+        """Gather `unit` for the forward or backward that runs, and prefetch the next unit."""
         events = self.backward if in_backward() else self.forward
         if events is self.backward:
             self.queue_callback()
@@ -210,10 +210,10 @@ class UnitOrder:
 
     @torch.compiler.disable
     def reduce(self, unit: Unit, shards: Sequence[torch.Tensor]) -> None:
-        """Reduce the gradients of `unit`, with zeros for parameters that have none.
+        """Start to reduce-scatter the gradients of `unit`, with zeros for parameters that have none.
 
         Args:
-            shards: the leaves of its parameters.
+            shards: the leaves of the unit's parameters (plain tensors over this rank's shards).
         """
         self.queue_callback()
         event = (REDUCE, unit.index)
@@ -222,17 +222,17 @@ class UnitOrder:
         self.start_reduce(unit, shards)
 
     def made_up_for(self, unit: Unit) -> bool:
-        """Whether this rank, if it skips `unit` in this forward, has issued the unit's collectives or will do so."""
+        """Whether `make_up` has already gathered `unit`, which this rank skips; then it will in backward, too."""
         return self.in_root and self.forward.find((GATHER, unit.index), self.forward.at) is None
 
     # --- lists -------------------------------------------------------------------------------------------------------
 
     def is_whole(self, events: EventList) -> bool:
-        """Whether the pass that runs is over the whole model, so that it uses or drops every prefetched gather."""
+        """Whether this forward or backward is of the whole model, so that it uses `events`, its list of collectives."""
         return self.in_root if events is self.forward else self.rounds > 0
 
     def come_to(self, events: EventList, event: Event) -> int | None:
-        """Issue the collectives of the list before `event`. Return the position of `event`; None if it is not there."""
+        """Issue the collectives before `event` in `events`. Return the index of `event`; None if it is not there."""
         whole = self.is_whole(events)
         position = events.find(event, events.at)
         if whole and position is None and self.rounds > 1 and events is self.backward:
@@ -248,7 +248,7 @@ class UnitOrder:
         return position
 
     def make_up(self, events: EventList, end: int) -> None:
-        """Issue the collectives up to position `end`, for units that this rank did not call."""
+        """Issue the next collectives of `events`, up to index `end`: their units are those that this rank skipped."""
         while events.at < end:
             kind, index = events.events[events.at]
             position, unit = events.at, self.units[index]
@@ -264,7 +264,7 @@ class UnitOrder:
                 self.start_reduce(unit, unit.leaves())
 
     def end_round(self) -> None:
-        """End the backward of one of several forwards: issue the rest of the list, on all ranks."""
+        """End the backward of one forward, of several in this call of autograd: issue its remaining collectives."""
         self.make_up(self.backward, len(self.backward.events))
         self.backward.at = 0
         self.rounds -= 1
@@ -276,7 +276,7 @@ class UnitOrder:
         return self.units[events.events[position][1]].start_gather() if gathered is None else gathered
 
     def gather_ahead(self, events: EventList, position: int) -> None:
-        """Prefetch: start the next gather after `position`, while the unit there computes."""
+        """Prefetch the next unit that `events` gathers after index `position`, while the unit there computes."""
         ahead = next((at for at in range(position + 1, len(events.events)) if events.events[at][0] == GATHER), None)
         if ahead is None or ahead in events.ahead or not self.units[events.events[ahead][1]].needs_gather():
             return
@@ -297,7 +297,7 @@ class UnitOrder:
         events.ahead.clear()
 
     def drop_of_ahead(self, unit: Unit, dropped: Sequence[bool]) -> None:
-        """Remove the parameters that are `dropped` from prefetched gathers of `unit`."""
+        """Remove parameters from prefetched gathers of `unit`; `dropped` says for each whether to remove it."""
         for events in (self.forward, self.backward):
             for position, gathered in events.ahead.items():
                 if events.events[position][1] == unit.index:
@@ -318,7 +318,7 @@ class UnitOrder:
         """Have autograd call `finish_backward` at the end of this backward.
 
         Raises:
-            RuntimeError: this backward runs in compiled autograd, and would reduce gradients before they exist.
+            RuntimeError: compiled autograd traces this backward, so it would reduce gradients before they exist.
         """
         if compiled_autograd.in_compiled_autograd_region:
             raise RuntimeError(
@@ -335,7 +335,7 @@ class UnitOrder:
             Variable._execution_engine.queue_callback(callback)
 
     def abandon_if_raised(self) -> None:
-        """Call `abandon` if the last backward raised: its graph has then dropped the callback."""
+        """Call `abandon` if the last backward raised an error, because autograd has then dropped `callback`."""
         if self.callback is not None and self.callback() is None:
             self.abandon()
 
@@ -345,13 +345,13 @@ class UnitOrder:
             self.finish(self.reductions.popleft())
 
     def finish(self, reduction: Reduction) -> None:
-        """Wait for `reduction`, and deliver the gradients of parameters that this rank used."""
+        """Wait for `reduction`, and add the gradients to `.grad` of the parameters that this rank used."""
         reduction.wait()
         if reduction.deliver_used():
             self.undecided.append(reduction)
 
     def finish_all(self) -> None:
-        """Wait for all reductions, and deliver gradients of parameters that only other ranks used, too."""
+        """Wait for all reductions, and add the gradients to `.grad` of all parameters that any rank used."""
         while self.reductions:
             self.finish(self.reductions.popleft())
         undecided, self.undecided = self.undecided, []
@@ -359,7 +359,7 @@ class UnitOrder:
 
     @torch.compiler.disable
     def finish_backward(self) -> None:
-        """Issue the rest of the list at the end of backward, deliver gradients, and reshard."""
+        """At the end of backward, issue its remaining collectives, add the gradients to `.grad`, and reshard."""
         try:
             while self.rounds > 0:
                 self.end_round()
@@ -375,7 +375,7 @@ class UnitOrder:
                 Variable._execution_engine.queue_callback(self.compare)
 
     def reduce_rest(self) -> None:
-        """Reduce gradients that arrived after the unit's backward, or without one, as from a side output."""
+        """Reduce gradients that came after the unit's backward, or without one (from a tensor that a hook kept)."""
         shards = {call.unit.index: call.shards for call in self.calls_in_backward}
         for unit in self.units:
             if unit.has_grads and not unit.is_split:
@@ -405,14 +405,14 @@ class UnitOrder:
     # --- microbatches ------------------------------------------------------------------------------------------------
 
     def keep(self, nbytes: int) -> int:
-        """Keep units unsharded after their next forward, up to `nbytes` in all. Return how many bytes are left."""
+        """Let units stay unsharded after their next forward, up to `nbytes` in all. Return the unused bytes."""
         for unit in self.units:
             unit.is_kept = unit.nbytes <= nbytes
             nbytes -= unit.nbytes if unit.is_kept else 0
         return nbytes
 
     def release(self) -> None:
-        """Reshard units that `keep` has kept."""
+        """Undo `keep`: reshard the units."""
         for unit in self.units:
             unit.is_kept = unit.is_split = False
             unit.close()
@@ -430,7 +430,7 @@ class UnitOrder:
 
     @torch.compiler.disable
     def compare(self) -> None:
-        """Adopt the order of a rank that called all units that any rank called. A collective call."""
+        """Adopt the order of a rank that called all units that any rank called, if there is one. A collective call."""
         self.next_comparison = 2 * self.backwards
         records = all_gather_over_mesh(self.mesh, (self.forward.done, self.backward.done))
         called = {event for forward, _ in records for event in forward}

@@ -1,4 +1,4 @@
-"""Reduces in flight of a unit's gradients, and their delivery to the parameters that ranks used."""
+"""Reduce-scatters of a unit's gradients that are in flight, and the parameters whose `.grad` gets the results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Reduction:
-    """Gradients in flight of one backward of a unit (a module whose parameters are gathered together)."""
+    """The reduce-scatters of one backward of a unit (a module whose parameters are gathered together)."""
 
     unit: "Unit"
     trained: list[int] = field(default_factory=list)  # positions in unit.sharded
@@ -45,16 +45,16 @@ class Reduction:
         """Wait for the reduces.
 
         Raises:
-            RuntimeError: another rank did not answer; the text names rank and parameter.
+            RuntimeError: another rank did not join the reduces. The text names rank and parameter.
         """
         with torch._C._DisableTorchDispatch():  # as in `Unit._own_transfer`
             wait_for_reduces([*self.started, *self.counts])
         self.wires = []
 
     def deliver_used(self) -> bool:
-        """Deliver gradients to the parameters that this rank used. Return whether some are left for `deliver_rest`.
+        """Add gradients to `.grad` of the parameters that this rank used. Return whether `deliver_rest` has any left.
 
-        If users have hooks, all are left: hooks may issue collectives, so all ranks must deliver in one order.
+        If a parameter has users' hooks, all are left: hooks may issue collectives, so all ranks need the same order.
         """
         has_hooks = any(self.unit.sharded[i].has_hooks for i in self.trained)
         self.rest = [k for k, used in enumerate(self.used) if has_hooks or not used]
@@ -65,7 +65,7 @@ class Reduction:
 
 
 def deliver_rest(reductions: Sequence[Reduction]) -> None:
-    """Deliver the remaining gradients, to the parameters that any rank used. Waits for the device."""
+    """Add to `.grad` the gradients that `deliver_used` left, of parameters that any rank used. Waits for the device."""
     if not reductions:
         return
     # Each domain counts the uses of its own parameters alone.

@@ -1,4 +1,4 @@
-"""Units: modules whose parameters are all-gathered together when their forward begins, as FSDP2's parameter groups.
+"""Units: modules whose parameters are all-gathered together when their forward begins, like FSDP2's parameter groups.
 
 [Note: units]
 If a module reads different parameters on each rank, as a loop over experts does, it cannot gather each one at its read:
@@ -11,8 +11,8 @@ the unit ends, all gradients are reduce-scattered together, with zeros for param
 rank used a parameter, it must get no gradient, as in an unsharded model. So ranks also reduce flags that say which
 parameters they used; in the runtime, these flags are the gradient of one more parameter.
 
-The place in the program (forward, backward or checkpoint) decides which units are gathered and when, never the memory
-that a rank has. The order of units is in units/order.py.
+Because all ranks must gather alike, the place in the program (forward, backward or checkpoint) decides which units are
+gathered and when, never the memory that a rank has. The order of units is in units/order.py.
 """
 
 import contextlib
@@ -45,24 +45,24 @@ reduce_group_start = torch.ops.zcompile.reduce_group_start.default
 
 
 class _Group(NamedTuple):
-    """Parameters that are gathered in one transfer: those of one dtype and one domain (over one mesh)."""
+    """Parameters that one transfer gathers: those of one dtype that are sharded over one mesh (a domain)."""
 
     domain: int
     dtype: torch.dtype
     positions: list[int]  # in Unit.sharded
-    sizes: list[int]
-    dims: list[int]
+    sizes: list[int]  # the shapes of these parameters, one after the other
+    dims: list[int]  # the number of dimensions of each shape
 
 
 class _Extended(NamedTuple):
-    """Parameters whose components are gathered in one transfer; see [Note: components] in gather_extension.py."""
+    """Parameters that one transfer gathers as components: tensors from all-gather hooks, see gather_extension.py."""
 
     model: weakref.ref[ShardedModel]
     positions: list[int]  # in Unit.sharded
 
 
 class _Domain(NamedTuple):
-    """Parameters whose gradients are reduced in one transfer: those of one domain; see placement.py."""
+    """Parameters whose gradients one transfer reduces: those sharded over one mesh (a domain; see placement.py)."""
 
     model: weakref.ref[ShardedModel]
     positions: list[int]  # in Unit.sharded
@@ -81,8 +81,8 @@ class Unit:
     ):
         """
         Args:
-            index: position among the units of a model.
-            sharded: the parameters of the module and of those below it, in the order of `named_parameters`.
+            index: the unit's index in its `UnitOrder`.
+            sharded: the parameters of the module and of its submodules, in the order of `named_parameters`.
         """
         self.name, self.index = name, index
         self.model = weakref.ref(state)  # the ShardedModel that has the parameters
@@ -96,7 +96,7 @@ class Unit:
         self.is_open = False  # its modules have the unsharded parameters
         self.is_filled = False  # the unsharded parameters have memory
         self.is_kept = False  # inside of `zcompile.accumulate`: no reshard after the first forward
-        self.calls_ahead: weakref.WeakSet[UnitCall] = weakref.WeakSet()  # forwards whose backward is to come
+        self.calls_ahead: weakref.WeakSet[UnitCall] = weakref.WeakSet()  # forwards whose backward has not begun
         self.is_split = False  # had a backward of inputs alone; gradients are reduced when `accumulate` ends
         self.unsharded: list[nn.Parameter] = []  # in the order of `sharded`
         self.versions: list[int] = []  # of `unsharded` while they have memory; autograd compares them
@@ -148,11 +148,11 @@ class Unit:
         self.closed = self._by_name([each.parameter for each in self.sharded])
 
     def _by_name(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, nn.Parameter]]:
-        """What each of `tables` gets if `parameters` are in the order of `sharded`."""
+        """Return for each of `tables` (a module's `_parameters`) name -> parameter; `parameters` are as `sharded`."""
         return [{name: parameters[i] for name, i in positions.items()} for _, positions in self.tables]
 
     def drop_freed(self) -> None:
-        """Forget parameters whose modules the program has freed, on all ranks: `del model.layers[-1]`."""
+        """Forget parameters whose modules the program has freed on all ranks, as by `del model.layers[-1]`."""
         alive = [each.leaf_reference() is not None for each in self.sharded]
         if not all(alive):
             self.order.drop_of_ahead(self, [not each for each in alive])
@@ -180,7 +180,7 @@ class Unit:
         return _Group(domain, dtype, positions, sizes, [len(shape) for shape in shapes])
 
     def _domain(self, positions: list[int]) -> _Domain:
-        """Make the domain of the parameters at `positions`, and add a parameter for the flags of use to its runtime."""
+        """Return the `_Domain` of the parameters at `positions`. Its runtime gets a parameter for the flags of use."""
         model, count = self.sharded[positions[0]].state, len(self.sharded)
         use = torch.zeros(count, device=self.anchor.device)
         model.runtime.add(
@@ -199,16 +199,16 @@ class Unit:
         return [each.leaf for each in self.sharded]
 
     def has_given_parameters(self) -> bool:
-        """Whether a module has another tensor in place of a parameter; see substituted_parameters.py."""
+        """Whether the program put another tensor in place of one of the parameters; see substituted_parameters.py."""
         return any(each.is_replaced() for each in self.sharded)
 
     def is_whole(self) -> bool:
-        """Whether all ranks are inside of `zcompile.unshard`, so that no gather is needed."""
+        """Whether `zcompile.unshard` has unsharded the parameters on all ranks, so that no gather is needed."""
         return any(each.is_whole for each in self.sharded)
 
     @property
     def is_here(self) -> bool:
-        """Whether all ranks have its unsharded parameters from an earlier forward in `zcompile.accumulate`."""
+        """Whether all ranks still have the unsharded parameters of an earlier microbatch of `zcompile.accumulate`."""
         return self.is_kept and self.is_filled
 
     def needs_gather(self) -> bool:
@@ -242,7 +242,7 @@ class Unit:
                         leaf.requires_grad = trains  # torch.func refuses `requires_grad_`
 
     def open(self, gathered: Sequence[Any]) -> None:
-        """Put the unsharded parameters into the modules, with the memory of `gathered`."""
+        """Put the unsharded parameters into the modules, with the memory of `gathered`, from `start_gather`."""
         if self.has_cut_columns:
             with torch.inference_mode(False), torch._C._DisableFuncTorch(), torch.no_grad():
                 gathered = [
@@ -266,7 +266,7 @@ class Unit:
         return itertools.chain.from_iterable(positions for _, positions in self.extended)
 
     def _make_all_unsharded(self, plain: Sequence[torch.Tensor], gathered: Sequence[Any]) -> None:
-        """Make the unsharded parameters. They stay the same objects until dtypes change."""
+        """Make the unsharded parameters. They stay the same objects until the gathers' dtypes change."""
         with torch.inference_mode(False), torch._C._DisableFuncTorch(), torch.no_grad():
             self.parts = [torch.empty_like(each) for each in plain]
             parts = dict(zip(self.plain, self.parts, strict=True))
@@ -308,7 +308,7 @@ class Unit:
         """Reshard: put the DTensors back into the modules and free memory, unless a forward or backward still reads.
 
         Args:
-            keep: whether to keep the memory, because code other than a backward will read the unsharded parameters.
+            keep: whether to keep the memory, because later code will read the unsharded parameters without a gather.
         """
         if self.in_forward or self.calls_in_backward or (self.is_kept and (self.is_split or self.calls_ahead)):
             return
@@ -316,7 +316,7 @@ class Unit:
         if self.is_filled and not keep and not self.is_kept:
             self.is_filled = False
             self.versions = [each._version for each in self.unsharded]
-            increment_version(self.unsharded)  # or a kernel of a backward that reads freed memory ends the process
+            increment_version(self.unsharded)  # autograd then raises, instead of reading freed memory in backward
             free_memory(self.parts)
             for i in self._extended_positions():
                 extension_of(self.sharded[i]).free()
@@ -331,7 +331,7 @@ class Unit:
                 module.__dict__.pop(IS_OPEN, None)
 
     def take_grads(self) -> list[torch.Tensor | None]:
-        """Return the gradients of the unsharded parameters and clear them. None for a parameter that was not used.
+        """Return `.grad` of each unsharded parameter, None for one that this rank did not use. Clear them.
 
         Raises:
             RuntimeError: backward ran with create_graph=True.
@@ -340,12 +340,13 @@ class Unit:
         self.drop_grads()
         if any(grad is not None and grad.requires_grad for grad in grads):
             raise RuntimeError(
-                "zcompile: a gradient of a gradient (create_graph=True) through a sharded parameter is not supported"
+                "zcompile: a gradient of a gradient (create_graph=True) through a sharded parameter is not supported, "
+                f"here of '{self.name}' on rank {dist.get_rank()}. Run this backward with create_graph=False."
             )
         return grads
 
     def start_gather(self) -> list[Any]:
-        """Start the all-gather. Return unsharded parameters or components, in the order of `sharded`, to `wait` for."""
+        """Start the all-gather. Return for each parameter the unsharded tensor, or its components, to `wait` for."""
         self.drop_freed()
         leaves = self.leaves()
         self.follow_dtypes(leaves)
@@ -370,8 +371,8 @@ class Unit:
 
     @contextlib.contextmanager
     def _own_transfer(self) -> Iterator[None]:
-        """In this block, the unit itself waits for transfers, and hides them from torch.func and from selective
-        checkpoints, which count ops."""
+        """Inside of this context, hide the unit's transfers from torch.func and from selective checkpoints, which count
+        ops. The runtime leaves the waits for them to the unit."""
         runtimes = [_alive(domain.model).runtime for domain in self.domains]
         for runtime in runtimes:
             runtime.keep_in_flight(True)
@@ -383,10 +384,10 @@ class Unit:
                 runtime.keep_in_flight(False)
 
     def wait(self, gathered: Sequence[Any]) -> None:
-        """Wait for the gather that returned `gathered`.
+        """Wait for the all-gather into `gathered`, which `start_gather` returned.
 
         Raises:
-            RuntimeError: another rank did not answer; the text names rank and parameter.
+            RuntimeError: another rank did not join the all-gather. The text names rank and parameter.
         """
         with self._own_transfer():
             wait_for_gathers(tensors_of(gathered) if self.extended else gathered)
@@ -395,8 +396,8 @@ class Unit:
         """Start to reduce-scatter all gradients, in one transfer for each domain (parameters over one mesh).
 
         Args:
-            grads: in the order of `sharded`; None for a parameter that this rank did not use.
-            leaves: the leaves of `sharded`, which an autograd graph may hold longer than the modules do.
+            grads: the unsharded gradients, in the order of `sharded`; None for a parameter that this rank did not use.
+            leaves: the leaves of `sharded` (plain tensors over the shards), which the modules may not hold any more.
         """
         used = [grad is not None for grad in grads]
         reduction = Reduction(self)
@@ -409,7 +410,7 @@ class Unit:
                 given = [self._gathered_grad(i, grads[i], world) for i in trained]
                 own = [used[i] and each.layout.domain == number for i, each in enumerate(self.sharded)]
                 for i in trained:
-                    if not used[i]:  # its result may be dropped, and what had accumulated with it
+                    if not used[i]:  # its result may be dropped, and with it the gradients of earlier microbatches
                         self.sharded[i].let_reduce_begin_anew()
                 with self._own_transfer():
                     wires = [self._zeros(i) if wire is None else wire for i, wire in zip(trained, given)]
@@ -429,7 +430,7 @@ class Unit:
         return grad
 
     def _zeros(self, i: int) -> torch.Tensor:
-        """Return the zeros that are reduced for the parameter at `i` if this rank has no gradient for it."""
+        """Return zeros to reduce for the parameter at `i` of `sharded`, for which this rank has no gradient."""
         return torch.zeros(self.sharded[i].layout.shape, dtype=self.dtypes[i], device=self.anchor.device)
 
     def drop_grads(self) -> None:
@@ -447,7 +448,7 @@ class Unit:
             if parameter._version != version:
                 raise RuntimeError(
                     f"zcompile: parameter '{sharded.name}' was modified in place through its owning module on rank "
-                    f"{dist.get_rank()}. That writes to a gathered copy and is lost: modify the DTensor in "
+                    f"{dist.get_rank()}. The write went to a gathered copy and is lost: modify the DTensor in "
                     "model.parameters() under torch.no_grad(), or initialise before zcompile.shard()."
                 )
 
@@ -459,7 +460,7 @@ def _alive(model: "weakref.ref[ShardedModel]") -> ShardedModel:
 
 
 def _note_grad(parameter: torch.Tensor) -> None:
-    """Be the post-accumulate hook of unsharded parameters. It holds no reference; see [Note: what frees a model]."""
+    """Record that `parameter` has a gradient: its post-accumulate hook, which keeps no reference to the unit."""
     unit: Unit | None = getattr(parameter, UNIT)()
     if unit is not None and not unit.has_grads:
         unit.has_grads = True
