@@ -1,8 +1,8 @@
-"""Comparison of programs between all ranks that wait for each other, also those that share no shards.
+"""Comparison of compiled programs between all ranks that wait for each other, also ranks that hold other parameters.
 
-Ranks compare programs before they first run them. Under tensor and expert parallelism, a rank also waits for ranks that
-hold other parameters. If only ranks that share shards compared, they would raise, and the others would wait for them
-until the timeout. So all ranks take part that process groups of the model's parameters connect, directly or not.
+Ranks compare a program (a compiled graph) before its first run. Under tensor and expert parallelism, a rank also waits
+for ranks that hold other parameters. If only ranks that hold the same parameters compared programs, they would raise,
+and others would wait for them until the timeout. So all ranks take part that process groups of the model connect.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from zcompile.ranks.program_check import Agreement
 
 
 def agreement_of(meshes: Sequence[DeviceMesh], groups: Groups, runtime: _C.Model, timeout_s: float) -> Agreement:
-    """Make the `Agreement` of all ranks that groups of `meshes` connect with this one; a collective call.
+    """Make the `Agreement` of all ranks that process groups of `meshes` connect with this rank. A collective call.
 
     Args:
         meshes: the meshes of the model's parameters, in the same order on all ranks.
-        groups: the process groups of the first domain.
-        runtime: the runtime of the first domain.
-        timeout_s: see `Agreement`.
+        groups: the process groups of the first mesh.
+        runtime: the runtime of the parameters over the first mesh.
+        timeout_s: the longest wait for a rank, which may be compiling.
     """
     me = dist.get_rank()
     name = f"zcompile/{groups.reduce}/{groups.number}"

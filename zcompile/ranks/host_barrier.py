@@ -1,6 +1,6 @@
-"""A barrier at which ranks also exchange a number each.
+"""A barrier on the host, at which each rank also gives a number to the other ranks.
 
-Ranks may reach it at different times. It uses a gloo group of its own, on the host, so that a rank that waits blocks no
+Ranks may reach the barrier at different times. It has a gloo group of its own, so a rank that waits there blocks no
 other collective.
 """
 
@@ -24,7 +24,7 @@ class Meeting:
     def __init__(self, state: ShardedModel, purpose: int):
         """
         Args:
-            purpose: `GENERATE` or `EXPORT`; ranks at the barrier for different purposes raise.
+            purpose: the call that waits: `GENERATE` or `EXPORT`. If ranks wait in different calls, they raise.
         """
         self.runtime, self.purpose, self.number = state.runtime, purpose, state.groups.number
         try:
@@ -33,11 +33,11 @@ class Meeting:
             raise self._missing(error) from error
 
     def meet(self, number: int) -> list[int]:
-        """Wait for all ranks; returns the `number` of each, by rank.
+        """Wait until all ranks call this. Return the `number` that each rank gave, by rank in the mesh.
 
         Raises:
-            RuntimeError: a rank is at the barrier for another model or purpose, or does not reach it before the
-                timeout of the process group; or ranks started different collectives.
+            RuntimeError: a rank is at the barrier for another model or purpose, or does not reach the barrier before
+                the process group's timeout; or ranks started different collectives.
         """
         group = self.group()
         assert group is not None, "the process group was closed"
@@ -58,7 +58,7 @@ class Meeting:
         for rank, (model, purpose, _) in enumerate(answers):
             if (model, purpose) != (self.number, self.purpose):
                 raise RuntimeError(
-                    f"zcompile: rank {dist.get_rank()} waits for the other ranks in {_PURPOSES[self.purpose]}, and "
+                    f"zcompile: rank {dist.get_rank()} waits for the other ranks in {_PURPOSES[self.purpose]}, but "
                     f"rank {rank} of its mesh is in {_PURPOSES[purpose]}"
                     f"{'' if model == self.number else ' of another model'}. All ranks must make the same "
                     "calls in the same order."

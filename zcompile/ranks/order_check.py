@@ -1,13 +1,13 @@
 """A check before each optimizer step that all ranks have started the same collectives.
 
-See [Note: order of collectives] in csrc/transport/order_log.h. Counts and hashes are on the host, so a check waits for
-the hosts of other ranks, but for no device. Two kinds of steps are not checked: those inside of a backward, and those
-that `torch.compile` compiled, which call no hook.
+The host of each rank counts and hashes the collectives that it starts; see [Note: order of collectives] in
+csrc/transport/order_log.h. So a check waits for the hosts of other ranks, but for no device. Two kinds of optimizer
+steps are not checked: steps inside of a backward, and steps compiled by `torch.compile`, which call no optimizer hook.
 
-A rank that started no collective since its last check cannot have received mixed-up data. This is usual peer to peer,
-where each transfer has a tag. Such a rank starts the check, does not wait for it, and reads its result at its next
-step. So hosts may be up to a step apart. All ranks take part in each check, because each decides alone whether it
-waits. If the check of the last step of a program finds a difference, only ranks that wait raise.
+A rank that has started no collective since its last check cannot have received wrong data. So it starts the check, does
+not wait, and reads the result at its next step. Hosts may then be up to a step apart. This is usual with the
+peer-to-peer transport, which tags its transfers. Each rank decides alone whether it waits, so all ranks take part in
+each check. If the check at a program's last step finds a difference, only the ranks that wait raise.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _ABSENT = torch.iinfo(torch.int64).min
 _PERIOD_S = 1.0  # how often a rank that waits checks whether a difference was found elsewhere
 _PATIENCE_S = 5.0  # how long a rank that found a difference waits for the logs of all ranks
 _UNCHANGED = (
-    "No parameter was changed, except that ranks that had started none since their step before have taken this one."
+    "No parameter was changed, except on ranks that had started none since their previous step: they took this step."
 )
 
 # Number of the next check over each group; models over the same ranks share a group.
@@ -56,13 +56,13 @@ _late: "weakref.WeakSet[OrderCheck]" = weakref.WeakSet()
 class OrderCheck:
     """Compares the collectives that the ranks of one mesh have started.
 
-    Ranks that share shards have a log in common, and so have ranks that hold the same shard (replicas). An all-reduce
-    (MAX) over the mesh has four numbers for each log: count, hash and their bitwise complements. The maximum of a
-    complement gives the minimum of the value; ranks agree if maximum and minimum are equal.
+    Each process group that moves parameters or gradients (of shards or of replicas) has a log of its collectives, which
+    must be equal on its ranks. One all-reduce (MAX) over the mesh compares all logs. For each log it has four numbers:
+    count, hash and their bitwise complements. The maximum of a complement tells the minimum of the value.
 
     Args:
         group: a gloo group of all ranks of `mesh`.
-        world: the number of ranks that share one set of shards.
+        world: the number of ranks over which parameters are sharded.
         timeout_s: how long a rank waits for the others.
     """
 
@@ -89,17 +89,17 @@ class OrderCheck:
     def check(self, runtime: _C.Model) -> None:
         """Compare the collectives that the ranks of the mesh have started; a collective call.
 
-        If this rank started any since the last check, it waits for the others now, else at the next check.
+        If this rank has started a collective since its last check, it waits for the other ranks now, else next time.
 
         Raises:
             RuntimeError: ranks started different collectives: all ranks raise, at the latest at their next check. Or
-                another rank did not call this within the timeout: the ranks that wait raise.
+                a rank did not call this within the timeout: the ranks that wait for it raise.
         """
         group = self.group()
         if group is None:
             raise RuntimeError(
-                "zcompile: the process groups of this sharded model were closed. Keep them open (no "
-                "destroy_process_group) for as long as an optimizer steps with its parameters."
+                f"zcompile: the process groups of this sharded model were closed on rank {self.rank}. Call "
+                "destroy_process_group only after the last optimizer step with its parameters."
             )
         number = next(_numbers.setdefault(group, itertools.count()))
         self.runtime = runtime
@@ -125,7 +125,7 @@ class OrderCheck:
     def finish(self) -> None:
         """Wait for the check in flight, if there is one, and compare its result.
 
-        Raises also if a difference is found elsewhere meanwhile, since ranks that hang or raised there never come.
+        Also raise if another check or order_watch.py finds a difference: ranks that hang or raised join no check.
         """
         exchange, self.under_way = self.under_way, None
         _late.discard(self)
@@ -145,7 +145,7 @@ class OrderCheck:
         self.compare(exchange)
 
     def look(self) -> None:
-        """Raise if the check in flight has ended and ranks differ, without waiting."""
+        """Raise if the check in flight has ended and has found that ranks differ. Do not wait for it."""
         exchange = self.under_way
         if exchange is None or not exchange.work.is_completed():
             return
@@ -157,10 +157,10 @@ class OrderCheck:
         self.compare(exchange)
 
     def compare(self, exchange: Exchange) -> None:
-        """If the ranks of a log differ, publish this rank's logs, and raise the same error on all ranks.
+        """If logs differ between ranks, publish this rank's logs in the store, and raise the same error on all ranks.
 
-        The mesh's first rank finds the first difference and publishes the text of the error. If not all ranks publish
-        their logs soon, because one did not wait for this check, any rank publishes a text from the logs it has.
+        The mesh's first rank makes the error's text from the logs of all ranks. If a rank does not publish its logs
+        within `_PATIENCE_S`, because it did not wait for this check, any rank makes the text from the logs it has.
         """
         maxima = exchange.tensor.view(-1, 4).tolist()  # of count, complement, hash, complement
         if all(count == ~complement and value == ~other for count, complement, value, other in maxima):
@@ -179,10 +179,10 @@ class OrderCheck:
         while time.monotonic() < deadline:
             self.leave_if_told(number)
             time.sleep(0.01)
-        raise self.missing(number, "Ranks started different gathers and reduces, and none says which.")
+        raise self.missing(number, "Ranks started different gathers and reduces, but no rank published which.")
 
     def marks(self, exchange: Exchange) -> dict[int, Marks]:
-        """The collectives that this rank had started at that check, by index of the log."""
+        """Return the collectives that this rank had started at the check of `exchange`, by index in `logs`."""
         said = {}
         for log, (place, (count, value)) in enumerate(zip(self.places, exchange.digests, strict=True)):
             marks = [mark for mark in self.runtime.order(log) if mark[0] <= count]
@@ -192,7 +192,7 @@ class OrderCheck:
         return said
 
     def leave_if_told(self, number: int) -> None:
-        """Raise if this rank's thread (order_watch.py) or another rank has found a difference; tell the other ranks."""
+        """Raise if this rank's thread (order_watch.py) or another rank found a difference, and tell the other ranks."""
         message = f"{number}/message"
         if failure := self.runtime.order_failure():
             self.store.compare_set(message, "", failure)
@@ -203,7 +203,7 @@ class OrderCheck:
             raise RuntimeError(failure)
 
     def missing(self, number: int, reason: str) -> RuntimeError:
-        """Return the error for a rank that did not come; raises if a difference is known."""
+        """Return the error for a check that a rank did not join. If a difference is known, raise its error instead."""
         self.leave_if_told(number)
         return RuntimeError(
             f"zcompile: rank {self.rank} waited at an optimizer's step for the other ranks, and not all came: a rank "
@@ -213,11 +213,11 @@ class OrderCheck:
 
 
 def difference_in(logs: Sequence[Sequence[int]], said: Mapping[int, Mapping[str, Marks]]) -> str:
-    """The text of the error: the first difference in the first log in which ranks differ.
+    """Return the text of the error, with the first difference in the first log that differs between ranks.
 
     Args:
         logs: the ranks of each log.
-        said: rank -> index of a log, as text -> the collectives that the rank published.
+        said: for each rank, the collectives that it published for each log, by index in `logs` (as text).
     """
     begin = "zcompile: ranks started different gathers and reduces before this optimizer step"
     for log, ranks in enumerate(logs):

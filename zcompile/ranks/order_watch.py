@@ -1,12 +1,12 @@
 """A thread that checks whether all ranks start the same collectives in the same order.
 
-See [Note: order of collectives] in csrc/transport/order_log.h. Training does not wait for the thread, so results may be
-wrong until it finds a difference. order_check.py keeps optimizers from stepping with them, except in the two kinds of
-steps that it names. After a difference, each rank's next collective raises; over gloo, a wait in progress raises, too.
+See [Note: order of collectives] in csrc/transport/order_log.h. Training does not wait for the thread, so gradients may
+be wrong until the thread finds a difference. order_check.py keeps an optimizer from stepping with them, except in two
+kinds of steps that it names. After a difference, each rank's next collective raises; over gloo, a pending wait, too.
 
-The thread also asks torch whether NCCL failed because a rank ended or did not come. After a difference or a failure it
-aborts the model's process groups, because a host may be waiting for its device, and the device for another rank.
-Without the abort it would wait until torch ends the process, a minute after the timeout.
+The thread also asks torch whether NCCL failed, for example because a rank ended. After a difference or a failure, it
+aborts the model's process groups: the host may be waiting for its device, and the device for another rank. Without the
+abort, the host would wait until torch ends the process, a minute after the timeout.
 """
 
 import atexit
@@ -31,8 +31,8 @@ CLOSE_S = 10.0  # longest wait for the thread when the interpreter exits
 RECENT = 64  # a log has the names of this many of its last collectives
 MOST_NAMED = 8  # ranks, and texts, that an error lists
 REMEDY = (
-    "All ranks must read the same parameters in the same order, in forward and in backward. Of a module that reads "
-    "others on each rank, as a loop over experts does, make a unit: zcompile.shard(model, units=[TheModule]), or "
+    "All ranks must read the same parameters in the same order, in forward and in backward. If a module reads others "
+    "on each rank, as a loop over experts does, make it a unit: zcompile.shard(model, units=[TheModule]), or "
     "deepspeed.utils.set_z3_leaf_modules(model, [TheModule])."
 )
 
@@ -40,10 +40,10 @@ _watches: dict[str, "OrderWatch"] = {}  # name of the gather group -> its watch
 
 
 def watch_order(runtime: _C.Model, groups: Groups, timeout_s: float) -> Callable[[int], int]:
-    """Watch the order of collectives of `runtime` and of other models over its group, until all are freed.
+    """Watch the collectives of `runtime`. All models over one process group share a thread, until all are freed.
 
     Returns:
-        A function: rank -> how many collectives it has started; for another rank, the number it last published.
+        A function that returns how many collectives a rank has started; of another rank, how many it last published.
     """
     watch = _watches.get(groups.gather)
     # A group may have the name of one that was closed before it was made.
@@ -54,7 +54,7 @@ def watch_order(runtime: _C.Model, groups: Groups, timeout_s: float) -> Callable
 
 
 class OrderWatch:
-    """A thread that compares this rank's log with the previous rank's, and reads the differences that others found."""
+    """A thread that compares this rank's log of collectives with the previous rank's, and reads other ranks' errors."""
 
     def __init__(self, runtime: _C.Model, groups: Groups, timeout_s: float):
         self.rank = groups.rank
@@ -71,14 +71,14 @@ class OrderWatch:
         atexit.register(self.close)
 
     def add(self, runtime: _C.Model) -> bool:
-        """Watch `runtime`, too, until it is freed; returns False if the thread has ended."""
+        """Let this thread watch `runtime`, too, until it is freed. Return False if the thread has already ended."""
         with self.lock:
             if not self.ended:
                 self.runtimes.add(runtime)
             return not self.ended
 
     def close(self) -> None:
-        """End the thread. If the interpreter exited during its call of the store, the process would abort."""
+        """End the thread before the interpreter exits: an exit while it calls the store would abort the process."""
         self.stop.set()
         self.thread.join(CLOSE_S)
 
@@ -112,7 +112,7 @@ class OrderWatch:
         )
 
     def compare(self, runtime: _C.Model) -> str:
-        """Publish this rank's log and compare; returns the text of an error, found here or by another rank, or ""."""
+        """Publish this rank's log, and compare it. Return the text of an error that some rank has found, or ""."""
         mine = runtime.order()
         if not mine or not self.has_store:
             return ""
@@ -129,9 +129,9 @@ class OrderWatch:
         return difference({self.rank: mine, self.other: self.theirs})
 
     def fail(self, runtime: _C.Model, message: str) -> None:
-        """Make the next collective raise on all ranks, and abort those that wait.
+        """Make the next collective of each rank raise `message`, and abort this rank's process groups.
 
-        It also logs the error, because this rank may not reach another collective.
+        Also log the error, because this rank may not reach another collective.
         """
         log.error("%s", message)
         with self.lock:
@@ -158,7 +158,7 @@ def base_store() -> dist.Store:
 
 
 def order_store_name(groups: Groups) -> str:
-    """The prefix of the keys under which ranks of these groups publish their logs."""
+    """Return the prefix of the store's keys under which ranks of `groups` publish their logs of collectives."""
     return f"zcompile/order/{groups.gather}/{groups.reduce}"
 
 
@@ -169,7 +169,7 @@ def started_here(runtime: _C.Model) -> int:
 
 
 def started_there(store: dist.Store, rank: int) -> int:
-    """How many collectives another rank has started, as its thread last published."""
+    """Return how many collectives `rank` has started, as its thread last published in `store`."""
     marks: Marks = json.loads(store.get(f"{rank}")) if store.check([f"{rank}"]) else []
     return marks[-1][0] if marks else 0
 
@@ -180,7 +180,7 @@ def last_of(marks: Marks) -> str:
 
 
 def first_difference(said: Mapping[int, Marks]) -> str:
-    """Describe the first collective in which the logs of ranks differ; "" if none is known to."""
+    """Describe the first collective in which the logs of ranks differ. Return "" if no difference is known."""
     known = {rank: {number: (value, text) for number, value, text in marks} for rank, marks in said.items()}
     last = {rank: marks[-1][0] if marks else 0 for rank, marks in said.items()}
     alike = 0  # number up to which all are known to have started the same
@@ -217,7 +217,7 @@ def by_text(texts: Mapping[int, str]) -> str:
 
 
 def difference(said: Mapping[int, Marks]) -> str:
-    """The text of an error if logs differ in a collective that all of them have; else ""."""
+    """Return the text of an error if logs differ in a collective that all logs have, else ""."""
     shared = set.intersection(*({number for number, _, _ in marks} for marks in said.values()))
     at = first_difference({rank: [mark for mark in marks if mark[0] in shared] for rank, marks in said.items()})
     if not at:

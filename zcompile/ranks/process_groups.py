@@ -15,7 +15,7 @@ from zcompile import _C
 
 
 def default_mesh(model: nn.Module | None = None) -> DeviceMesh:
-    """Make a 1-D mesh of all ranks of the default process group, on GPUs if it has NCCL or `model` is on a GPU."""
+    """Make a 1-D mesh of all ranks of the default process group: of GPUs if it has NCCL, or if `model` is on a GPU."""
     devices = {parameter.device.type for parameter in (model.parameters() if model is not None else ())} - {"meta"}
     # `get_backend` would return "undefined" for a group made with torch's defaults.
     on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
@@ -29,17 +29,17 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def shard_group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of ranks that share one set of shards: the last dimension of the mesh."""
+    """Return the process group over which parameters are sharded: the last dimension of the mesh."""
     return mesh.get_group(mesh.ndim - 1)
 
 
 def is_fake(mesh: DeviceMesh) -> bool:
-    """Whether torch's "fake" backend stands in for the other ranks, and no data is moved."""
+    """Whether the other ranks are simulated by torch's "fake" backend, which moves no data."""
     return dist.get_backend(shard_group_of(mesh)) == "fake"
 
 
 def timeout_of(mesh: DeviceMesh) -> datetime.timedelta:
-    """The timeout of the group of ranks that share shards: how long they may wait for each other."""
+    """Return the timeout of the process group over which parameters are sharded."""
     if is_fake(mesh):
         return dist.constants.default_pg_timeout
     options: Any = shard_group_of(mesh)._get_backend(torch.device(mesh.device_type)).options
@@ -47,14 +47,14 @@ def timeout_of(mesh: DeviceMesh) -> datetime.timedelta:
     return timeout
 
 
-# The groups that zcompile made, by use, ranks, device type and timeout. Models over the same ranks share a group, which
-# puts their collectives into one order. With a group for each, ranks that read different models would wait for each
-# other.
+# The process groups that zcompile made, by use, ranks, device type and timeout. Models over the same ranks share a
+# group, so that their collectives have one order. If each model had its own group, two ranks that run different models
+# would wait for each other.
 _shared_groups: "weakref.WeakValueDictionary[tuple[Any, ...], dist.ProcessGroup]" = weakref.WeakValueDictionary()
 
 
 def _own_group(use: str, ranks: list[int], mesh: DeviceMesh, backend: str | None = None) -> dist.ProcessGroup:
-    """Make or reuse the group for `use` over `ranks`, with the timeout of `mesh`; a collective call of `ranks`."""
+    """Make or reuse a process group of `ranks` for `use`, with the timeout of `mesh`. A collective call of `ranks`."""
     timeout = timeout_of(mesh)
     key = use, tuple(ranks), mesh.device_type, timeout
     group = _shared_groups.get(key)
@@ -67,7 +67,7 @@ def _own_group(use: str, ranks: list[int], mesh: DeviceMesh, backend: str | None
 
 
 def order_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The gloo group over which ranks of `mesh` compare their collectives before an optimizer steps.
+    """Return the gloo group over which ranks of `mesh` compare their collectives before an optimizer steps.
 
     Raises:
         RuntimeError: gloo does not work on this machine.
@@ -76,8 +76,8 @@ def order_group(mesh: DeviceMesh) -> dist.ProcessGroup:
         return _own_group("order", mesh.mesh.flatten().tolist(), mesh, "gloo")
     except RuntimeError as error:
         raise RuntimeError(
-            f"zcompile: rank {dist.get_rank()} could not make a gloo group, over which ranks compare what they started "
-            "before an optimizer steps. If gloo finds no network, name an interface in GLOO_SOCKET_IFNAME. "
+            f"zcompile: rank {dist.get_rank()} could not make a gloo process group, over which ranks compare their "
+            "collectives before an optimizer steps. If gloo finds no network, name an interface in GLOO_SOCKET_IFNAME. "
             f"{error}"
         ) from error
 
@@ -93,13 +93,13 @@ _numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyD
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of a model's runtime, by name; `Groups` of csrc/transport/context.h.
+    """The names of the process groups of a model's runtime, as `Groups` of csrc/transport/context.h has them.
 
     Attributes:
-        gather, reduce: two groups of the ranks that share shards, so that gathers and reduces overlap.
-        replicate: the group of replicas; "" on a 1-D mesh.
-        rank, world: this process's rank among those that share shards, and their number.
-        number: counts the models over the same ranks; the same on all ranks.
+        gather, reduce: two groups of the ranks over which parameters are sharded, so that gathers and reduces overlap.
+        replicate: the group of the ranks that hold the same shard (replicas); "" on a 1-D mesh.
+        rank, world: this process's rank in `gather`, and the number of ranks there.
+        number: the model's number among the models over the same ranks; the same on all ranks.
     """
 
     gather: str
@@ -114,7 +114,7 @@ class Groups:
         return _C.Model(**asdict(self), **options)
 
     def make_runtime_to_measure(self) -> _C.Model:
-        """Make an empty runtime over these groups, which counts as no model."""
+        """Make a runtime without parameters over these groups, to measure transfers. It gets no model number."""
         return replace(self, number=-1).make_runtime()
 
 
@@ -122,7 +122,7 @@ def groups_of(mesh: DeviceMesh, for_units: bool = False) -> Groups:
     """Make the process groups for a new model over `mesh`; a collective call.
 
     Args:
-        for_units: for units, whose gathers and reduces share a group; see [Note: order of units] in units/order.py.
+        for_units: make groups for units, whose gathers and reduces share one; see [Note: order of units].
     """
     gather = reduce = shard_group = shard_group_of(mesh)
     replicas = mesh.get_group(0) if mesh.ndim == 2 else None
@@ -146,7 +146,7 @@ def groups_of(mesh: DeviceMesh, for_units: bool = False) -> Groups:
 
 
 def all_gather_over_mesh(mesh: DeviceMesh, value: Any) -> list:
-    """Gather `value` from all ranks, in the same order on each; under the "fake" backend, this rank's, repeated."""
+    """Return the `value` of each rank of `mesh`, in the same order on all; with "fake" ranks, this rank's, repeated."""
     if is_fake(mesh):
         return [value] * mesh.size()
     values = [value]
@@ -162,7 +162,7 @@ def all_gather_object(group: dist.ProcessGroup, value: Any) -> list:
         dist.all_gather_object(values, value, group=group)
     except RuntimeError as error:
         raise RuntimeError(
-            f"zcompile: rank {dist.get_rank()} waited for an exchange with the other ranks of its mesh, and not "
+            f"zcompile: rank {dist.get_rank()} waited for an exchange with the other ranks of its mesh, but not "
             f"all took part: a rank stopped, or did not reach this call. {error}"
         ) from error
     return values

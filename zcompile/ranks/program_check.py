@@ -1,4 +1,4 @@
-"""A check that all ranks are about to run the same program; otherwise collectives could hang or mix up parameters."""
+"""A check that all ranks are about to run the same program (compiled graph), so that their collectives match."""
 
 import hashlib
 import json
@@ -13,9 +13,9 @@ class Line(NamedTuple):
     """One entry in the description of a program, such as a parameter that it reads.
 
     Attributes:
-        text: the text that is compared. It must be equal on all ranks.
-        place: its place in the model's source, for messages. It may differ, because a rank that skips a part of the
-            model compiles other code around the same reads.
+        text: must be equal on all ranks.
+        place: the place in the model's source, for errors. It may differ between ranks, because a rank that skips a
+            part of the model compiles other code around the same reads of parameters.
     """
 
     text: str
@@ -30,15 +30,15 @@ def _key(lines: Sequence[Line]) -> str:
 
 
 class Agreement:
-    """Compares the programs that ranks of one model run, through the store of the process group.
+    """Compares the programs (compiled graphs) that ranks of one model run, through the store of the process group.
 
-    It uses no collective, because a rank that runs another program may never call it. A rank compares a program before
-    it first runs it, so later steps cost nothing, and ranks may compile at different times. A rank may also compile
-    alone, for a branch or a length that the others do not have, while these run programs that they have compared. Once
-    they have started a later collective than this rank, it goes on; order_watch.py checks that the collectives match.
+    It uses no collective, because a rank that runs another program may never call it. A program is compared before its
+    first run, so later steps cost nothing, and ranks may compile at different times. A rank may also compile alone, for
+    a branch or a sequence length that other ranks do not have, while they run earlier programs. It goes on when each
+    other rank has started more collectives than it has; order_watch.py then checks that their collectives match.
 
-    A difference ends a round. Each rank raises in its check of that round, even if it comes to it later, and its next
-    check is in the next round. So no entry of the store from before a difference is read after it.
+    Checks are numbered by rounds. If a check finds a difference, each rank raises in its next check of that round, and
+    goes on to the next round. So no check reads entries of the store from before a difference.
 
     Args:
         prefix: a prefix of keys in the store, the same on the model's ranks and different from other models'.
@@ -57,11 +57,11 @@ class Agreement:
         self.round = 0
 
     def check(self, lines: Sequence[Line]) -> None:
-        """Wait until each rank has reached the program that `lines` describe, or has gone past this check without it.
+        """Wait until each rank has reached the program that `lines` describe, or has started more collectives.
 
         Raises:
             RuntimeError: another rank waits with a different program: both ranks raise, with the first line that
-                differs. Or a rank did not come within the timeout.
+                differs. Or a rank did not reach the program within the timeout.
         """
         key = _key(lines)
         if key in self.known:
@@ -75,23 +75,23 @@ class Agreement:
                 self._fail(self.store.get(f"{self.round}/failed").decode())
             for rank in missing:
                 theirs = self._waiting_program(rank, key)
-                # Meanwhile that rank may have come to the program, or gone past.
+                # Meanwhile, `rank` may have reached the program, or started more collectives.
                 if theirs is not None and not self._has_come(rank, key, position):
                     self._fail(self._difference(list(map(str, lines)), rank, theirs))
             if time.monotonic() > deadline:
                 self._fail(
                     f"zcompile: rank {self.rank} has waited {self.timeout_s:.0f} s for rank {missing[0]} to come to a "
-                    f"graph that begins with: {lines[0]}"
+                    f"graph that begins with: {lines[0]}. All ranks must run the same graphs within the timeout."
                 )
             time.sleep(0.02)
         self.store.set(f"{self.round}/waiting/{self.rank}", "null")
         self.known.add(key)
 
     def largest(self, lines: Sequence[Line], number: int) -> int:
-        """Return the largest `number` of all ranks for the program that `lines` describe.
+        """Return the largest `number` that ranks gave when they compiled the program that `lines` describe.
 
-        Ranks are compared after the same count of collectives. A rank that compiles the program alone gets the result
-        of its last call for the program, which the others run, or its own number if that is larger.
+        Only ranks that compile after the same count of collectives are compared. A rank that compiles alone gets the
+        result of its last call for the program, with which the other ranks run, or its own number if that is larger.
 
         Raises:
             RuntimeError: see `check`.
@@ -108,7 +108,7 @@ class Agreement:
         return max(said)
 
     def stop(self, reason: str) -> None:
-        """Make the checks of all other ranks raise, because this rank comes to none; else they wait until the timeout.
+        """Make the checks of the other ranks raise, because this rank has failed. They would wait for it in vain.
 
         Args:
             reason: ends the error's text, after the name of this rank.
@@ -132,16 +132,16 @@ class Agreement:
         self.round += 1
 
     def _waiting(self, rank: int) -> tuple[str, int] | None:
-        """The program's key with which `rank` waits and its count of started collectives; None if it does not wait."""
+        """Return the key of the program with which `rank` waits, and its count of collectives. None: no wait."""
         name = f"{self.round}/waiting/{rank}"
         value = json.loads(self.store.get(name)) if self.store.check([name]) else None
         return None if value is None else (value[0], value[1])
 
     def _waiting_program(self, rank: int, key: str) -> list[str] | None:
-        """The lines of the program that `rank` waits with, if it differs from program `key`; else None.
+        """Return the lines of the program with which `rank` waits, if it conflicts with program `key`; else None.
 
-        Not those of a program that this rank has compared, since `rank` is about to see that and go on; nor of a rank
-        that has started fewer collectives, since it may still reach `key`.
+        A program that this rank has already compared does not conflict, because `rank` will find that and go on. Nor
+        does a program of a rank that has started fewer collectives than this rank, because it may still reach `key`.
         """
         waiting = self._waiting(rank)
         if waiting is None or waiting[0] == key or waiting[0] in self.known or waiting[1] < self.started(self.rank):

@@ -12,7 +12,7 @@ from zcompile.ranks.process_groups import all_gather_over_mesh
 
 @dataclass
 class Progress:
-    """The place that work has reached, for the text of an error."""
+    """The item on which the block of `raised_on_all_ranks` works, for the text of an error."""
 
     at: str = ""  # such as "parameter 'a.weight'"
 
@@ -21,15 +21,15 @@ class Progress:
 def raised_on_all_ranks(
     mesh: DeviceMesh, failure: str = "zcompile.shard: rank {} could not shard the model"
 ) -> Iterator[Progress]:
-    """Context manager that raises on all ranks if its block raised on one; all ranks enter it.
+    """Context manager that raises on all ranks if its `with` block raised on one of them. All ranks enter it.
 
     The block must contain no collective call.
 
     Args:
-        failure: begins the error's text, with {} in place of the rank.
+        failure: the begin of the error's text, with {} in place of the number of the rank that raised.
 
     Raises:
-        RuntimeError: the block raised on a rank; names the rank, its progress, and its exception.
+        RuntimeError: the block raised on a rank. The text names that rank, its `Progress`, and its exception.
     """
     progress, error = Progress(), None
     try:
