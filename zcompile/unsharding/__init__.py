@@ -1,1 +1,1 @@
-"""Whole parameters on purpose: unshard, full_parameters, generate."""
+"""Unsharded parameters outside of training (unshard, full_parameters), and text generation on all ranks (generate)."""

@@ -1,4 +1,4 @@
-"""`zcompile.full_parameters`: whole tensors one by one, for an inference engine, without the whole model in memory."""
+"""`zcompile.full_parameters`: unsharded tensors one by one, for an inference engine, without all of them in memory."""
 
 import contextlib
 import hashlib
@@ -20,14 +20,14 @@ from zcompile.state.forward_scope import is_in_forward
 from zcompile.state.sharded_model import ShardedModel, state_of
 from zcompile.state.sharded_parameter import ShardedParameter
 
-_LEFT, _FIRST = 0, 1  # numbers that ranks exchange: this rank has left the loop, or its next bucket
+_LEFT, _FIRST = 0, 1  # numbers that ranks exchange: this rank has left the loop; the number of the first bucket
 
 
 @dataclass
 class _Bucket:
-    """Consecutive entries of the state dict, whose sharded ones are gathered together."""
+    """Consecutive entries of the state dict. The sharded parameters among them are all-gathered together."""
 
-    key: Any  # equal for all sharded entries; None while there is none
+    key: Any  # equal for all sharded parameters of a bucket; None if it has none
     entries: list[tuple[str, torch.Tensor, ShardedParameter | None]] = field(default_factory=list)
     nbytes: int = 0
 
@@ -35,9 +35,9 @@ class _Bucket:
 def full_parameters(
     model: nn.Module, dtype: torch.dtype | None = None, bucket_bytes: int = 256 << 20
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over names and whole tensors of a sharded model on every rank, as an inference engine loads them.
+    """Iterate over names and unsharded tensors of a sharded model on every rank, as an inference engine loads them.
 
-    Parameters are gathered in buckets of up to `bucket_bytes`, and each bucket is freed before the next one. So it
+    Parameters are gathered in buckets of up to `bucket_bytes`, and each bucket is freed before the next one. So a rank
     needs memory for one bucket and for the tensor that the loop still holds. All ranks iterate together, to the end.
 
         for name, tensor in zcompile.full_parameters(model, dtype=torch.bfloat16):
@@ -45,10 +45,10 @@ def full_parameters(
 
     Args:
         model: a sharded model, or a module of one. Parameters inside of `zcompile.unshard` need no gather.
-        dtype: the dtype to which float16, bfloat16, float32 and float64 tensors are cast, before the gather unless it
-            is wider. Integers, bool and float8 keep theirs. Default: the dtypes of the main parameters.
-        bucket_bytes: most bytes, in the dtype on the wire, that are gathered together; a larger parameter is gathered
-            alone. The same on all ranks.
+        dtype: the dtype of the yielded float16, bfloat16, float32 and float64 tensors; other tensors keep theirs. A
+            parameter is cast before its all-gather, unless `dtype` is wider. Default: the main parameters' dtypes.
+        bucket_bytes: the most bytes that one bucket gathers, in the dtype of the all-gather. A larger parameter is
+            gathered alone. Must be the same on all ranks.
 
     Yields:
         The names and tensors of `model.state_dict()`, in its order: parameters of the unsharded shape, and persistent
@@ -99,7 +99,7 @@ def _dtype_on_wire(sharded: ShardedParameter, dtype: torch.dtype | None) -> torc
 
 
 def _is_whole_by_dtensor(sharded: ShardedParameter) -> bool:
-    """Whether `DTensor.full_tensor` gathers it: a tensor subclass, or also sharded over an inner mesh or over hosts."""
+    """Whether `DTensor.full_tensor` must gather `sharded`: a tensor subclass, or also sharded over tp, ep or hosts."""
     return sharded.layout.inner is not None or sharded.of_subclass is not None or sharded.state.over_hosts
 
 
@@ -129,7 +129,7 @@ def _iterate(
 
 @torch.no_grad()
 def _gather(bucket: _Bucket, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Gather the sharded entries of `bucket`; returns their whole tensors."""
+    """All-gather the sharded parameters of `bucket`, and return the unsharded tensors."""
     found = [sharded for _, _, sharded in bucket.entries if sharded is not None]
     if not found:
         return []
@@ -149,11 +149,11 @@ def _gather(bucket: _Bucket, dtype: torch.dtype | None) -> list[torch.Tensor]:
 def _start_gather(sharded: ShardedParameter, wire: torch.dtype) -> tuple[torch.Tensor, dist.Work | None]:
     """Start to gather a parameter in dtype `wire`. All ranks call it for the same parameters in the same order.
 
-    It uses the process group and not the runtime, which peer to peer would keep a second copy of each shard, in the
-    export's dtype, from then on.
+    It uses the process group, because the peer-to-peer transport of the runtime would keep a copy of each shard in
+    dtype `wire` from then on.
 
     Returns:
-        The whole parameter, and the work to wait for before it is read, or None.
+        The unsharded parameter, and the `Work` to wait for before it is read. None: it is already complete.
     """
     shape, world, rank = sharded.shape, sharded.state.runtime.world, sharded.state.groups.rank
     local = sharded.leaf.detach().reshape(-1).to(wire)
@@ -182,13 +182,13 @@ def _check_same(meeting: Meeting | None, buckets: list[_Bucket], dtype: torch.dt
     said = meeting.meet(int.from_bytes(digest[:4], "big"))
     if len(set(said)) > 1:
         raise RuntimeError(
-            f"zcompile.full_parameters: ranks iterate over other tensors (rank {dist.get_rank()}). The model, dtype "
-            "and bucket_bytes must be the same on all ranks."
+            "zcompile.full_parameters: ranks iterate over different tensors, dtypes or buckets (error on rank "
+            f"{dist.get_rank()}). Pass the same model, dtype and bucket_bytes on all ranks."
         )
 
 
 def _check_others(meeting: Meeting | None, number: int, name: str, is_end: bool) -> None:
-    """Wait for the other ranks. Raise if one has left the loop early and this rank is not at its end."""
+    """Wait for the other ranks. Raise if one has left the loop early, and this rank is not at the loop's end."""
     said = meeting.meet(number) if meeting is not None else []
     left = [rank for rank, theirs in enumerate(said) if theirs == _LEFT]
     if left and not is_end:
@@ -199,7 +199,7 @@ def _check_others(meeting: Meeting | None, number: int, name: str, is_end: bool)
 
 
 def _leave(meeting: Meeting | None, name: str) -> None:
-    """Tell the other ranks that this one has left the loop after `name`, and wait until they have got it."""
+    """Tell the other ranks that this rank has left the loop after tensor `name`. Wait for them; warn if they go on."""
     if meeting is None:
         return
     said = [_LEFT]

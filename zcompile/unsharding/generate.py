@@ -1,13 +1,12 @@
 """`model.generate()` of a sharded model: each rank generates until its own text ends.
 
 [Note: generation]
-Each forward gathers, and a gather needs every rank, but ranks have different prompts and finish after different numbers
-of tokens. So we replace the `generate` of sharded modules. Before each forward that it calls, ranks exchange which
-module they call, or that they have finished. A rank that has finished takes part in the gathers of the others, and
-returns when all have finished. It repeats the gathers of its own last forward of the same module, in the same order and
-groups, and computes nothing. The other ranks start the same gathers, because a module's gathers are the same on all
-ranks. `synced_gpus` of transformers would run whole forwards instead, which add unused tokens to the key-value cache,
-even past the end of a static one.
+Each forward all-gathers parameters, which needs every rank, but ranks have different prompts and finish after different
+numbers of tokens. So we replace the `generate` of sharded modules. Before each forward in `generate`, ranks exchange
+which module they call, or that they have finished. A rank that has finished joins the all-gathers of the other ranks,
+and returns when all ranks have finished. For this, it repeats the all-gathers of its own last forward of the module,
+and computes nothing: a module's all-gathers are the same on all ranks, in order and grouping. `synced_gpus` of
+transformers would run whole forwards instead, which add unused tokens to the key-value cache.
 """
 
 import contextlib
@@ -37,7 +36,7 @@ Recording = list[tuple[list[int], torch.dtype]]  # of each transfer: indices of 
 
 
 def agreeing_generate(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `generate`, a method of a module's class, for modules of sharded models; see [Note: generation]."""
+    """Wrap `generate`, a method of a module's class, so that ranks may finish separately; see [Note: generation]."""
 
     @functools.wraps(generate)
     def agreeing(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,8 +50,8 @@ def agreeing_generate(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compiles_by_itself(module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether transformers may compile forwards of `module`, as it does for a static cache if no `compile_config` is
-    given: by Inductor with CUDA graphs, in which no gather can run."""
+    """Whether transformers itself may compile forwards of `module`, with CUDA graphs, in which no gather can run. It
+    does so for a static key-value cache if no `compile_config` is given."""
     if not any(each.__name__ == "GenerationMixin" for each in type(module).__mro__):
         return False
     configs = [*args, kwargs.get("generation_config"), getattr(module, "generation_config", None)]
@@ -80,13 +79,13 @@ class Generation:
         self.needs_forwards = bool(self.state.others) or self.state.units is not None or hooks
         self.recordings: dict[int, Recording] = {}  # module number -> gathers of its last forward
         self.last = 0  # number of the module whose forward was last announced
-        self.is_over = False  # all ranks raise the error of this one
+        self.is_over = False  # an exchange of numbers raised, so all ranks raise
 
     def run(self, generate: Callable[[], Any]) -> Any:
         """Return the result of `generate()` when all ranks have finished.
 
         Raises:
-            RuntimeError: another rank raised inside of its generate, or ranks cannot go on together.
+            RuntimeError: another rank raised inside of its generate, or ranks call different modules in generate.
         """
         try:
             with announcing(self.announce):
@@ -102,14 +101,14 @@ class Generation:
         return result
 
     def announce(self, module: nn.Module) -> None:
-        """Before a forward of `module`: wait for the other ranks, then record the gathers of the forward."""
+        """Wait for the other ranks before a forward of `module`, then record the gathers of this forward."""
         self.keep_recording()
         self.last = self.numbers.get(id(module), _FOREIGN)
         self.meet(self.last)
         self.state.runtime.record_gathers()
 
     def keep_recording(self) -> None:
-        """After the last announced forward: keep the gathers that it recorded."""
+        """Store the gathers that were recorded since the last announced forward began."""
         if self.last:
             self.recordings[self.last] = self.state.runtime.stop_recording()
         self.last = 0
@@ -120,14 +119,14 @@ class Generation:
         while running := [number for number in self.meet(done) if number >= _FOREIGN]:
             if running[0] not in self.recordings:
                 raise RuntimeError(
-                    f"zcompile: rank {dist.get_rank()} has finished generate(), and other ranks call a module in it "
-                    "that this rank has not called. Generate inside of zcompile.unshard(model), where ranks need not "
-                    "agree."
+                    f"zcompile: rank {dist.get_rank()} has finished generate(), but other ranks call a module that "
+                    "this rank has not called in it. Generate inside of zcompile.unshard(model), where ranks need "
+                    "not agree."
                 )
             self.replay(self.recordings[running[0]])
 
     def meet(self, number: int) -> list[int]:
-        """Give `number` to the other ranks; returns the number of each rank, by rank."""
+        """Give `number` (of a module, or a state such as `_DONE`) to the other ranks. Return each rank's number."""
         try:
             said = self.meeting.meet(number)
             if number != _FAILED:
@@ -138,25 +137,25 @@ class Generation:
         return said
 
     def check(self, said: list[int]) -> None:
-        """Raise on all ranks if one raised, if they call different modules, or if a forward needs all of them."""
+        """Raise on all ranks if one raised, if ranks call different modules, or if one finished that others need."""
         if _FAILED in said:
             raise RuntimeError(
-                f"zcompile: rank {said.index(_FAILED)} of the mesh raised inside of generate(), which ends it on rank "
-                f"{dist.get_rank()}, too. See the error of that rank."
+                f"zcompile: rank {said.index(_FAILED)} of the mesh raised inside of generate(), which ends generate() "
+                f"on rank {dist.get_rank()}, too. See the error on the rank that raised."
             )
         running = {number for number in said if number >= _FOREIGN}
         through = [rank for rank, number in enumerate(said) if number < _FOREIGN]
         if running and through and self.needs_forwards:
             raise RuntimeError(
-                f"zcompile: rank {through[0]} of the mesh is through with generate(), and other ranks are not (rank "
-                f"{dist.get_rank()}). This model has units, tensor subclasses or collectives of its own, which need "
-                "a forward on every rank: pass synced_gpus=True to generate, or generate inside of "
+                f"zcompile: rank {through[0]} of the mesh has finished generate(), but other ranks have not (error on "
+                f"rank {dist.get_rank()}). This model has units, tensor subclasses or collectives of its own, which "
+                "need a forward on every rank: pass synced_gpus=True to generate, or generate inside of "
                 "zcompile.unshard(model)."
             )
         if len(running) > 1 or (running and through and (_FOREIGN in running or _DONE_WITHOUT_FORWARD in said)):
             raise RuntimeError(
-                f"zcompile: ranks call different modules in generate() (rank {dist.get_rank()}). All must call the "
-                "same modules in the same order, until each has finished. Or generate inside of "
+                f"zcompile: ranks call different modules in generate() (error on rank {dist.get_rank()}). All ranks "
+                "must call the same modules in the same order, until each rank has finished. Or generate inside of "
                 "zcompile.unshard(model), where ranks need not agree."
             )
 

@@ -1,4 +1,4 @@
-"""`zcompile.unshard`: whole parameters inside of a `with` block, to read, save, generate with or edit."""
+"""`zcompile.unshard`: whole (unsharded) parameters inside of a `with` block, to read, save, generate with or edit."""
 
 import contextlib
 import functools
@@ -34,20 +34,20 @@ def unshard(
 
     Args:
         module_or_params: a sharded model, a module of one, or parameters that `model.parameters()` yields.
-        writeback: if True, each rank stores its slice of the whole parameters at the end. All ranks must then have the
-            same values, which a hash compares. Not possible for tensor subclasses with FSDP2's all-gather hooks, whose
-            unsharded values differ from their shards'. If False, changes are discarded and raise an error, except
-            changes through `.data`, which are not noticed.
+        writeback: if True, each rank stores its slice of the whole parameters when the block ends. All ranks must then
+            have the same values, which a hash compares. Tensor subclasses with FSDP2's all-gather hooks cannot be
+            stored, because their unsharded values differ from their shards'. If False, changes are discarded and raise
+            an error, except changes through `.data`, which are not noticed.
 
     Yields:
         The whole parameters, in the order of `module.parameters()` or of the parameters given.
 
     Raises:
         ValueError: a parameter does not belong to a sharded model.
-        RuntimeError: at the beginning: a forward or backward is running; a parameter is whole already; or `writeback`
-            inside of `zcompile.accumulate`. At the end, on all ranks, after modules have their shards again: the block
-            raised on some rank; a whole parameter was written to without `writeback`; or, with it, ranks have different
-            values, and none is stored. In a backward of a forward that ran inside.
+        RuntimeError: when the block begins: a forward or backward is running, a parameter is already whole, or
+            `writeback` is True inside of `zcompile.accumulate`. When it ends, on all ranks: the block raised on some
+            rank; a parameter was written to without `writeback`; or, with `writeback`, ranks have different values, and
+            none is stored. Later: a backward reaches a forward that ran inside of the block.
     """
     with whole_parameters(_selected(module_or_params), writeback, compare=True) as whole:
         yield whole
@@ -55,7 +55,7 @@ def unshard(
 
 @contextlib.contextmanager
 def whole_parameters(selected: list[ShardedParameter], writeback: bool, compare: bool) -> Iterator[list[nn.Parameter]]:
-    """Like `unshard`. With `compare`, all ranks must have the same values to store."""
+    """Unshard `selected`, as `unshard` does. If `compare`, raise unless all ranks would store the same values."""
     _check_entry(selected, writeback)
     for state in {each.state for each in selected}:
         state.close_tables()
@@ -82,14 +82,14 @@ def whole_parameters(selected: list[ShardedParameter], writeback: bool, compare:
 
 
 def sharded_parameters_in(module: nn.Module) -> list[ShardedParameter]:
-    """The sharded parameters of `module` and of modules below it; a tied one is listed once for each module."""
+    """Return the sharded parameters of `module` and its submodules. A tied one is listed once for each module."""
     return [sharded for each in module.modules() for sharded in sharded_parameters_of(each)]
 
 
 def on_whole_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `method` of a module to run on whole parameters of it and of modules below it.
+    """Wrap `method` of a module, so that it runs on whole parameters of the module and its submodules.
 
-    Each rank then stores its slice of the parameters, which the method may change. A call of it is a collective call.
+    Because `method` may change them, each rank then stores its slice. The wrapped method is a collective call.
     """
 
     @functools.wraps(method)
@@ -102,7 +102,7 @@ def on_whole_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _selected(module_or_params: Any) -> list[ShardedParameter]:
-    """The sharded parameters of the argument of `unshard`, each once."""
+    """Return the sharded parameters that the argument of `unshard` selects, each once."""
     found: list[Any]
     if isinstance(module_or_params, nn.Module):
         found = sharded_parameters_in(module_or_params)
@@ -125,7 +125,7 @@ def _check_entry(selected: list[ShardedParameter], writeback: bool) -> None:
         where = f"parameter '{sharded.name}' on rank {dist.get_rank()}"
         if is_in_forward() or torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
-                f"zcompile.unshard: {where} is asked for inside of a forward or backward. Do it outside."
+                f"zcompile.unshard: {where} is asked for inside of a forward or backward. Enter the block outside."
             )
         if sharded.layout.inner is not None:
             raise RuntimeError(
@@ -148,7 +148,7 @@ def _check_entry(selected: list[ShardedParameter], writeback: bool) -> None:
 
 @torch.no_grad()
 def _gather(sharded: ShardedParameter) -> nn.Parameter:
-    """Gather the whole parameter, in memory of its own."""
+    """All-gather the parameter into new memory, which is not shared with the model."""
     leaf = sharded.leaf
     if (hooks := sharded.of_subclass) is not None:
         unsharded = hooks.whole(sharded)
@@ -185,7 +185,7 @@ def _exchange(selected: list[ShardedParameter], parameters: list[nn.Parameter]) 
 
 
 def _problem(selected: list[ShardedParameter], whole: list[nn.Parameter], versions: list[int] | None) -> str:
-    """Describe a forbidden change of a whole parameter, or return "". With `versions`, none may be written to."""
+    """Describe a forbidden change of `whole`, or return "". Given the earlier `versions`, any write is forbidden."""
     for i, (sharded, parameter) in enumerate(zip(selected, whole, strict=True)):
         if versions is not None and parameter._version != versions[i]:
             return f"parameter '{sharded.name}' was written to. To store it, pass writeback=True"
@@ -199,19 +199,19 @@ def _problem(selected: list[ShardedParameter], whole: list[nn.Parameter], versio
 
 
 def _tell(selected: list[ShardedParameter], problem: str) -> list[tuple[int, str]]:
-    """Exchange (rank, problem) among all ranks; "" stands for no problem."""
+    """Return (rank, problem) of each rank; a problem is the text of an error, or ""."""
     return all_gather_over_mesh(selected[0].state.mesh, (dist.get_rank(), problem)) if selected else []
 
 
 def _agree(selected: list[ShardedParameter], problem: str) -> None:
-    """Raise on all ranks if one has a problem."""
+    """Raise on all ranks if one rank has a problem, the text of an error."""
     for rank, theirs in _tell(selected, problem):
         if theirs:
             raise RuntimeError(f"zcompile.unshard: on rank {rank}, {theirs}.")
 
 
 def _compare(selected: list[ShardedParameter], whole: list[nn.Parameter]) -> None:
-    """Raise on all ranks if they have different values of a parameter."""
+    """Raise on all ranks if their values of a whole parameter differ."""
     if not selected:
         return
     hashes = [hash_of(parameter) for parameter in whole]
@@ -229,7 +229,7 @@ def _compare(selected: list[ShardedParameter], whole: list[nn.Parameter]) -> Non
 
 @torch.no_grad()
 def hash_of(tensor: torch.Tensor) -> int:
-    """Hash the bits of `tensor` and their order: the sum of integers of the bits times odd factors, modulo 2^64."""
+    """Return a hash of the elements and their order: the sum of each element's bits times an odd factor, mod 2^64."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
     total = 0
     for i, bits in enumerate(tensor.detach().contiguous().view(-1).view(integers).split(HASHED_ELEMENTS)):
