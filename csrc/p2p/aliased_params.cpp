@@ -116,8 +116,8 @@ void AliasedParams::wait_for_readers() {
   wait_for_readers_locked();
 }
 
-// During a capture there is nothing to wait for: a graph has one stream, and starts after earlier readers
-// (ShardCache::enter_graph).
+// The capture of a CUDA graph need not wait for readers of released memory: a graph has one stream, and each launch of
+// it waits for earlier readers (ShardCache::enter_graph).
 void AliasedParams::wait_for_readers_locked() {
   if (HostEffects::is_recording()) return;
   const auto current = c10::cuda::getCurrentCUDAStream(device_.index());

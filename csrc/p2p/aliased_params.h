@@ -1,19 +1,20 @@
 // Unsharded parameters in which this rank's own piece is mapped instead of copied.
 //
 // [Note: aliased parameters]
-// An unsharded parameter consists of one piece per rank. The pages that lie wholly inside this rank's piece are the
-// pages of the cached shard (shard_cache.h), mapped a second time. The other pages come from a pool. So a gather copies
-// only the pieces of peers: on two ranks, this halves the memory, and the bytes that a gather reads and writes.
-//   - An aliased parameter must not be written to, since that would change the cached shard. It must not be in use when
-//     main parameters change, since the next refresh changes it. `gather_cached_start` guarantees both: its result
+// An unsharded parameter consists of one piece per rank. This rank's piece is in GPU memory already: the cached shard,
+// a copy that peers can read (shard_cache.h). So memory pages that lie wholly inside of this piece are the pages of the
+// cached shard, mapped at a second address. The other pages come from a pool, and an all-gather copies only the pieces
+// of peers. On two ranks, this halves the memory, and the bytes that an all-gather reads and writes.
+//   - Nothing may write to an aliased parameter, because this would change the cached shard. Nor may it be in use when
+//     the cached shard is written again from the main parameter. `gather_cached_start` guarantees both: its result
 //     lives no longer than the graph runs, or forward saves it for its backward.
-//   - Mapping takes host time, so mappings are kept. A gather reuses a mapping of the parameter whose pool pages are
-//     free. A step like the one before maps nothing.
-//   - Memory is reused only after all readers: after those on the stream on which it was released, and after those on
-//     the stream on which it was handed out. The two differ if, for example, a tensor saved for a backward that never
+//   - Mapping takes host time, so mappings are kept. A gather reuses a mapping of the same parameter whose pool pages
+//     are free, so a training step that gathers as the previous step did maps nothing.
+//   - A mapping is reused only after all kernels that read it, on two streams: the one on which `take` returned it, and
+//     the one on which it was released. These differ if, for example, a tensor that is saved for a backward that never
 //     runs is dropped on another stream.
-//   - A captured graph keeps its addresses. So if a model uses CUDA graphs, only captured code aliases own pieces;
-//     uncaptured code copies them. All graphs of the model share the same pages, because one graph runs at a time.
+//   - A CUDA graph keeps its addresses. So if a model uses CUDA graphs, only captured code aliases this rank's pieces;
+//     other code copies them. All graphs of the model share the same pages, because one graph runs at a time.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -42,8 +43,8 @@ class AliasedParams {
   explicit AliasedParams(c10::Device device) : device_(device) {}
   ~AliasedParams();
 
-  // Returns an uninitialised unsharded parameter of `bytes`, to be given back by `release`. Returns null if `shard`
-  // (one parameter in one dtype) has too many mappings in use, or if the device has no memory left.
+  // Returns memory of `bytes` for an unsharded parameter, into which `own` is mapped; `release` gives it back. Returns
+  // null if `shard` (one parameter in one dtype) has too many mappings, or if the device has no memory left.
   void* take(const void* shard, int64_t bytes, const OwnPages& own);
   void release(void* unsharded);
   // Whether `memory` is an aliased parameter.

@@ -1,5 +1,5 @@
-// The table of cached shards, and their memory, which all ranks map. Its layout is the same on all ranks
-// (schedule/cache_layout.h).
+// The table of cached shards (copies of this rank's shards that peers can read), and their memory, which all ranks map.
+// The layout of this memory is the same on all ranks (schedule/cache_layout.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,7 +33,7 @@ struct CachedShard {
   int64_t end = 0;  // bytes, the furthest end of any rank's shard
   int64_t mapped_bytes = 0;  // of the pages that are whole on every rank
   std::shared_ptr<const Block> block;  // this rank's pages; null: the shard is too small to be mapped again
-  uint32_t group = 0;  // the group of a refresh that writes it
+  uint32_t group = 0;  // a refresh writes shards in groups, and this one in this group (schedule/cache_layout.h)
 
   // The main parameter whose optimizer step wrote the copy; reset by the next refresh.
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> stepped;

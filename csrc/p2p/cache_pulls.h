@@ -1,8 +1,8 @@
-// Copies cached shards, this rank's and its peers', into unsharded parameters.
+// Copies cached shards (shard_cache.h), this rank's and its peers', into unsharded parameters.
 //
-// Copy engines pull large shards on copy streams. A kernel on the compute stream reads small shards, which costs less
-// than a copy on another stream. A gather may begin before a refresh has ended: it waits only for those groups of the
-// refresh that it reads (RefreshProgress).
+// Copy engines read ("pull") large shards on streams of their own. A kernel on the compute stream reads small shards,
+// which costs less than a copy on another stream. A refresh writes the cached shards group by group. A gather waits
+// only for the groups that it reads, so it may begin before the refresh has ended (RefreshProgress).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,7 +24,7 @@
 
 namespace zcompile::cuda {
 
-// Progress of a refresh of the cached shards.
+// Progress of a refresh, which writes all cached shards again from main parameters.
 struct RefreshProgress {
   uint32_t refreshes = 0;  // number of refreshes that have begun
   // By group: recorded after all ranks have written it.

@@ -1,4 +1,4 @@
-// Places gradients in the memory of cached shards that backward no longer gathers; see
+// Places gradients in the memory of cached shards (shard_cache.h) that backward no longer gathers; see
 // [Note: gradients in the place of dead shards] in schedule/grad_placement.h.
 #pragma once
 
@@ -41,8 +41,8 @@ class CachedGrads {
   at::Tensor place(const ShardedParam& param);
   // Called before a refresh writes the shards. Moves gradients that are still alive to memory of their own.
   void refresh();
-  // Called before an optimizer step. Returns the memory of the gradients that the step must not overwrite: those that
-  // it does not read, and those that share a storage with another tensor. The step may overwrite all other gradients.
+  // Called before an optimizer step that writes cached shards. Returns the memory of the placed gradients that the step
+  // must not overwrite: those that it does not read, and those that share a storage with another tensor.
   std::vector<Span> release_to_step(c10::ArrayRef<AdamRequest> requests);
 
  private:

@@ -17,8 +17,8 @@ bool driver_has_batched_copies() {
   return has;
 }
 
-// CUDA cannot capture a batch of copies. Each copy by an engine is a node, which takes about 9 us, so one kernel does
-// the small copies.
+// Issues copies in the capture of a CUDA graph, which cannot contain a batch of copies. Each copy by a copy engine is a
+// node of the graph, which takes about 9 us. So one kernel does all small copies.
 void capture_copies(const std::vector<Copy>& copies, cudaStream_t stream) {
   constexpr size_t most_of_one = 2 << 20, most_of_all = 8 << 20;
   std::vector<Copy> small;

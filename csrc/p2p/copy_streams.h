@@ -1,17 +1,17 @@
 // Copies between GPUs, and the streams on which they run.
 //
 // [Note: one stream beside compute]
-// A stream occupies a hardware queue while a kernel, a wait for a signal, or a copy within the GPU is pending on it.
-// If more than a few hardware queues are occupied, compute is delayed (streams.h). So kernels (casts and sums), waits
-// for signals and copies within the GPU share one stream, `work`, in program order. Copies between GPUs occupy no such
-// queue: reads from peers (pulls) have one stream, and writes to peers (pushes) another. More would not help: one copy
-// engine fills the link to a single peer, and serves its streams one after the other. Shards too small for a copy
-// engine are read by a kernel on the compute stream.
+// A stream occupies a hardware queue while a kernel, a wait for a signal, or a copy within the GPU is pending on it. If
+// more than a few hardware queues are occupied, kernels on the compute stream start later (streams.h). So the kernels
+// of transfers (casts and sums), waits for signals and copies within the GPU share a stream, `work`, in program order.
+// Copies between GPUs occupy no such queue: reads from peers (pulls) have one stream, and writes to peers (pushes)
+// another. More streams would not help, because one copy engine fills the link to a peer, and serves its streams one
+// after the other. Shards too small for a copy engine are read by a kernel on the compute stream.
 //
-// Exceptions:
-//   - where a gathered parameter does not alias this rank's own shard, the shard is copied on the stream of the pulls;
-//   - in backward, a whole own shard is copied on a stream of its own, since pulls would wait for it (cache_pulls.h);
-//   - if ranks start transfers together (signals.h), the barriers before copies run on the copy streams.
+// Exceptions (cache_pulls.cpp):
+//   - If at most 4 MiB of this rank's own shards must be copied, the copy is on the stream of the pulls.
+//   - In backward, larger copies have a stream of their own: `work` waits for gradients, and pulls would wait for them.
+//   - If ranks start transfers together (signals.h), the barriers before copies run on the copy streams.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,7 +1,7 @@
-// A lane: a stream on which this rank waits for its peers, and a record of these waits.
+// A lane: a stream on which this rank waits for its peers (the other ranks), and a record of these waits.
 //
 // CUDA does not tell which operation a stream has reached. So after each wait, the stream writes the wait's number into
-// a word that the host reads. From it, the watchdog (watchdog.h) finds the wait that has not ended, and its duration.
+// a word that the host can read. By this word, the watchdog (watchdog.h) finds a wait that does not end.
 #pragma once
 
 #include <c10/cuda/CUDAStream.h>
@@ -41,7 +41,7 @@ class Lane {
     std::chrono::steady_clock::duration since;
   };
   // Returns the oldest wait that has not ended, and how long it has been the oldest. Empty if there is no such wait, or
-  // if the stream has not reached it.
+  // if the stream has not reached the wait.
   std::optional<Overdue> oldest();
 
  private:

@@ -20,9 +20,9 @@ namespace {
 // The sum of a piece gets SMs only when a matmul ends, so fewer and larger pieces end sooner.
 constexpr int64_t max_region_bytes = 96 << 20;
 
-// Returns the bytes that a rank may push to a peer in one piece. They fit the largest slice in the dtype of its main
-// parameter, if it is not too large; else the largest slice that is not too large, in this dtype or one half as wide.
-// So most slices fit in one piece, with as little staging as possible.
+// Returns the most bytes that a rank pushes to a peer in one piece. This is the size of the largest slice of a gradient
+// (in the main parameter's dtype, or one half as wide) that has at most `most` bytes; or it is `most`, if that size is
+// less than half of `most` and larger slices exist. So nearly all slices fit in one piece, with little staging memory.
 int64_t bytes_of_slot(TransportContext& context) {
   const auto most =
       std::max(max_region_bytes / (context.world() - 1) / copy_alignment * copy_alignment, copy_alignment);
@@ -113,8 +113,8 @@ Number Reducer::piece_tag(size_t hash) const {
   return [this, hash] { return tag(pieces_, hash); };
 }
 
-// Runs on the compute stream, because `work` may still wait for a peer. This delays little: an embedding's gradient
-// comes at the end of backward, when little compute is left.
+// Sums rows of an embedding's gradient, on the compute stream, because `work` may still wait for a peer. This delays
+// compute little, because an embedding's gradient comes at the end of backward.
 SortedRows Reducer::sum_rows(const ReduceRowsRequest& request) {
   auto sums = zcompile::sum_rows(request.grad, request.indices, request.wire);
   for (const auto& tensor : {sums.rows, sums.order, sums.sums}) tensor.record_stream(work_.stream());
@@ -138,7 +138,7 @@ std::unique_ptr<Transfer> Reducer::end() {
   return std::make_unique<EventTransfer>(pool_, std::move(event));
 }
 
-// Cuts by sizes that are the same on all ranks, so that all ranks cut alike.
+// Cuts gradients into pieces, by sizes that are the same on all ranks, so that all ranks cut alike.
 std::vector<Reducer::Piece> Reducer::cut(
     c10::ArrayRef<ReduceRequest> requests, const std::vector<at::Tensor>& sums) const {
   std::vector<Piece> pieces;

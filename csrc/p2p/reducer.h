@@ -1,29 +1,29 @@
 // Peer-to-peer reduce-scatter: every rank pushes slices of its gradient to their owners, which add them up.
 //
 // [Note: reduces in pieces]
-// Every rank has staging buffers for the slices that its peers push. They are cut into regions, which are used in turn.
-// A region has a slot for each peer: rank s pushes slice d of its gradient into its slot on rank d. A large gradient is
-// cut into several pieces, so staging does not grow with it. Small gradients that start together share a piece. All
-// ranks number the pieces of all reduces alike. The steps of piece n, by stream:
+// Every rank has a staging buffer for the slices that its peers push. It is divided into regions, which pieces use in
+// turn. A region has a slot for each peer: rank s pushes slice d of its gradient into its slot on rank d. A large
+// gradient is cut into several pieces, so that staging buffers stay small. Small gradients that are reduced together
+// share a piece. All ranks number the pieces of all reduces alike. The steps of piece n, by stream:
 //   lane:         wait until all ranks have added up the previous piece in the region; copy to every peer
 //   work:         wait for these copies; post the signal "pushed n", tagged with a hash of the piece; wait for the same
 //                 signal of every peer; add up in rank order, reading this rank's own slice in place
-// A rank posts "pushed n" after it has added up piece n - 1. So after the signals of all peers, the region of piece
-// n - 1 is free again. No rank pushes to a region before all ranks have added it up, so a tag is not overwritten before
-// its owner has read it. If ranks start transfers together (signals.h), a barrier precedes the copies, once each rank
-// has its gradients. Otherwise there are two ranks: each pushes when its own gradients are ready, at most two pieces
-// ahead of the other.
+// A rank posts "pushed n" after it has added up piece n - 1. So once all peers post it, the region of piece n - 1 is
+// free again. No rank pushes to a region before all ranks have added up the piece there, so no signal is overwritten
+// before its rank has read it. If ranks start transfers together (signals.h), a barrier before the copies waits until
+// each rank has its gradients. If not, as on two ranks, each rank pushes when its own gradients are ready, at most two
+// pieces ahead of its peer.
 //
-// When a refresh of the cached shards ends, all ranks have added up all pieces. The next piece then uses the first
-// region again, because in a captured graph each piece must use the region of its capture.
+// A refresh of the cached shards begins with a barrier, after which all ranks have added up all pieces. The next piece
+// then uses the first region again, because in a CUDA graph each piece must use the region of its capture.
 //
 // [Note: rows of gradients]
 // Most rows of an embedding's gradient are zeros, and are never materialised. Each rank sums the gradients of each row
-// that it has. It writes these sums to the staging of their owners, at their places in a dense gradient, and for each
-// row a word that says whether the row is present. The pieces do not depend on which rows a rank has, so ranks with
-// different batches synchronise alike. The result is zeros except for the rows that some rank has. Each piece of the
-// result is cleared after this rank has sent its rows, because then all ranks have started this piece. Earlier, the
-// result may still be the place of a shard that a peer reads (schedule/grad_placement.h).
+// that its batch contains. It writes the sums into the staging buffers of the rows' owners, at their places in a dense
+// gradient, and for each row a word that says whether the row is present. The sizes of pieces do not depend on the rows
+// that a rank has, so ranks with different batches synchronise alike. The reduced gradient is zeros except in rows that
+// some rank has. Each piece of it is cleared after this rank has sent its rows, because then all ranks have started
+// this piece. Earlier, its memory may still hold a cached shard that a peer reads (schedule/grad_placement.h).
 #pragma once
 
 #include <c10/cuda/CUDAEvent.h>

@@ -2,18 +2,18 @@
 //
 // [Note: the shard cache]
 // Every rank keeps a copy of its shards in each dtype in which they are gathered, in memory that its peers can read. A
-// gather is then a batch of peer-to-peer copies into the final place of the unsharded parameter. Its numbers are right
-// without any action of other ranks; its speed may depend on them, see [Note: transfers that ranks start together] in
-// signals.h. A refresh of the copies synchronises ranks twice: before it, because peers may still read the old copies,
-// and after it, because peers must not read unfinished ones.
+// gather is then a batch of peer-to-peer copies into the final place of the unsharded parameter. A gather's values do
+// not depend on actions of other ranks, but its speed may; see [Note: transfers that ranks start together] in
+// signals.h. A refresh writes all copies from main parameters. It synchronises ranks twice: before it, because peers
+// may still read the old copies, and after it, because peers must not read unfinished ones.
 //
 // A gather that finds its copy stale refreshes all copies; see [Note: when cached copies are stale] in
 // schedule/staleness.h. A fused optimizer step may write copies itself, because it computes the new main parameters
-// (schedule/adam_schedule.h). Ranks then synchronise before the step instead, and the refresh casts only the other main
-// parameters. Later writes to a main parameter whose copy the step wrote must increase its version counter.
+// (schedule/adam_schedule.h). Ranks then synchronise before the step, not before the refresh, and the refresh casts
+// only main parameters whose copy the step did not write. Later writes to the others must increase version counters.
 //
-// The first step shows which parameters are gathered, in which dtypes. Until they have a copy, gathers use c10d; so do
-// gathers of a parameter or dtype that appears later, until the next refresh allocates a copy.
+// The first step shows which parameters are gathered, in which dtypes. Gathers of a parameter and dtype use c10d until
+// a refresh has allocated the copy.
 //
 // Between a shard's last gather and the next refresh, gradients use its memory (schedule/grad_placement.h). A refresh
 // moves gradients that are still alive, because they accumulate, to memory of their own. An optimizer step that writes
@@ -43,13 +43,13 @@ class ShardCache {
   ShardCache(
       TransportContext& context, Signals& signals, Reducer& reducer, Lane& work, std::shared_ptr<EventPool> pool);
 
-  // Starts to gather all cached parameters in one transfer, and appends the other requests to `uncached`. Returns null
-  // if none is cached.
+  // Starts to gather those of `requests` whose parameters have a cached copy, in one transfer, and appends the others
+  // to `uncached`. Returns null if no parameter has a copy.
   std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests, std::vector<GatherRequest>& uncached);
   // Starts to gather some rows of a parameter; returns null if the parameter is not cached.
   std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request);
-  // Returns memory for an unsharded parameter that is only read, padded to equal pieces, for the next gather. Undefined
-  // if the caller has to allocate it. See [Note: aliased parameters].
+  // Returns memory for the next gather of a parameter that is only read, padded to equal pieces per rank. Undefined if
+  // the caller has to allocate the memory. See [Note: aliased parameters] in aliased_params.h.
   at::Tensor alias(const ShardedParam& param, at::ScalarType dtype);
   // Returns memory for the gradient of `param` in the place of dead shards; undefined if there is not enough.
   at::Tensor place_gradient(const ShardedParam& param);
@@ -63,8 +63,8 @@ class ShardCache {
   Lane& lane() { return pulls_.lane(); }
   const c10::cuda::CUDAStream& own_stream() const { return pulls_.own_stream(); }
 
-  // See [Note: transfers in a CUDA graph] in transport.h. Because a graph keeps its addresses, only captured code
-  // aliases parameters (one graph runs at a time), and no gradient is placed.
+  // For CUDA graphs; see [Note: transfers in a CUDA graph] in transport.h. A graph keeps its addresses. So after
+  // `prepare_for_graphs`, only captured code aliases parameters, and no gradient is placed in dead shards.
   void prepare_for_graphs();
   void enter_graph(const c10::cuda::CUDAStream& stream);
   void renew_events();

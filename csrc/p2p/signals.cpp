@@ -82,8 +82,8 @@ void issue(cudaStream_t stream, Make make) {
   });
 }
 
-// Not by std::ostream: if a toolchain links libstdc++ statically, printing a number crashed in a Python with another
-// libstdc++.
+// Formats `number` without std::ostream: if a toolchain links libstdc++ statically, std::ostream crashed in a Python
+// with another libstdc++.
 std::string hex(uint32_t number) {
   std::array<char, 11> text{};
   std::snprintf(text.data(), text.size(), "0x%x", number);

@@ -5,26 +5,26 @@
 // number into its word on every peer. To wait, a stream of a peer waits until the word has reached the number. Both are
 // operations of cuStreamBatchMemOp, which takes no SM and does not block the host. A barrier is a post and a wait in
 // one call. Every rank posts a number before it waits for the same number, so streams that share a hardware queue
-// cannot deadlock. If a peer never posts, the watchdog (watchdog.h) ends the wait with an error; if the wait is for
-// speed alone, without an error.
+// cannot deadlock. If a peer never posts, the watchdog (watchdog.h) ends the wait: with an error, or without one if the
+// wait only serves speed.
 //
 // [Note: transfers that ranks start together]
 // Rank r copies from (or to) rank r + 1, then r + 2, and so on. So if all ranks start together, each peer serves one
-// rank at a time. Otherwise two ranks may copy from the same peer, and each gets half of the bandwidth. Among eight
-// ranks, pulls reached 207 GB/s if ranks started them independently, and 302 GB/s if they started together; pulls and
-// pushes at the same time reached 178 and 309 GB/s. So with more than two ranks, every push and every large pull begins
-// with a barrier.
+// rank at a time. If not, two ranks may copy from the same peer, and each gets half of the bandwidth. On eight H200,
+// each rank received at most 207 GB/s by pulls (reads from peers) that started independently, and 302 GB/s by pulls
+// that started together; with pulls and pushes (writes to peers) at the same time, 178 and 309 GB/s. So with more than
+// two ranks, every push and every large pull begins with a barrier.
 //
-// The barrier of a pull is for speed alone. A peer may not reach it, because it runs a different graph or compiles.
-// Then the watchdog ends the wait after half a second, and this rank skips barriers of pulls until the next refresh of
-// the cache. If the barriers are given up in the next refresh too, it skips them for two refreshes, then for four, and
+// The barrier before a pull only serves speed. A peer may not reach it, because it runs a different graph or compiles.
+// Then the watchdog ends the wait after half a second, and this rank skips barriers before pulls until the next refresh
+// of the shard cache. If a barrier is given up in that refresh too, it skips them for two refreshes, then for four, and
 // so on.
 //
 // [Note: signals in a CUDA graph]
-// A captured call is a node of the graph, which holds the numbers of its capture. Before each replay, the host creates
-// the call's operations again, with the numbers of this replay, and updates the node. So peers and the watchdog cannot
-// tell a replay from issued calls, and a rank that replays can run beside one that does not. Only numbers may change in
-// a node, so a call always has the same operations.
+// A captured post, wait or barrier is a node of the graph, which holds the numbers of the capture. Before each replay,
+// the host makes the node's operations again, with the numbers of this replay, and updates the node. So peers and the
+// watchdog cannot tell a replay from issued calls, and a rank that replays can run beside one that does not. Only
+// numbers may change in a node, so a call always has the same operations.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -53,8 +53,8 @@ constexpr Signal done_reading = 0, refreshed = 1, pulling = 2, pushing = 3, clea
 constexpr int staging_regions = Transport::staging_regions;
 constexpr int num_signals = signal::pushed + staging_regions;
 
-// Whether only the exact number ends a wait for the signal. Other signals only grow (and may wrap around), and a later
-// number ends the wait too.
+// Whether a wait for the signal ends only at the exact number, because the number has a tag. The numbers of all other
+// signals only grow (and may wrap around), and a later number ends the wait too.
 constexpr bool is_tagged(Signal signal) { return signal == signal::done_reading || signal >= signal::pushed; }
 
 // Combines a number with `what`, a hash of the parameters that are transferred. Ranks whose programs differ get
@@ -82,8 +82,8 @@ class Signals {
   void barrier(Signal signal, Number number, Lane& lane, PeerWait wait);
   // The barrier of a pull; skipped if it was given up. The upper half of `number` is the number of the refresh.
   void start_pull(Number number, Lane& lane, int64_t param);
-  // Ends `wait`, by writes on `stream`, if it is the barrier of a pull and has lasted (`since`) too long. Returns
-  // whether it did, and whether for the first time since the last refresh.
+  // Ends `wait`, by writes on `stream`, if it is the barrier before a pull and has lasted too long (`since`). Returns
+  // whether it did, and if so, whether for the first time since the last refresh.
   enum class GaveUp { no, again, first };
   GaveUp give_up(const PeerWait& wait, std::chrono::steady_clock::duration since, cudaStream_t stream);
   // Describes for an error which ranks have not posted the awaited number, or have posted another. Reads on `stream`.

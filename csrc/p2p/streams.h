@@ -2,11 +2,11 @@
 //
 // [Note: hardware queues]
 // A GPU has a few hardware queues. A stream gets one when it first runs a kernel, a wait for a signal, or a copy within
-// the GPU, and keeps it. Some queues delay compute: while such an operation is pending there, each compute kernel
-// starts 1.2 us later. Other queues never do (docs/lab, "Which hardware queue a stream has"). Because hosts run a step
-// ahead of the device, an operation is nearly always pending. A stream on compute's own queue would be worse: compute
-// would wait for every signal that this stream waits for. CUDA has no call that tells the queue of a stream, and it
-// depends on the earlier streams of the process. So a stream is timed before it is used, which takes about 10 ms, once.
+// the GPU, and keeps it. Some queues delay compute: while such an operation is pending there, each kernel of the
+// compute stream starts 1.2 us later. Other queues never do (docs/lab, "Which hardware queue a stream has"). Because
+// hosts run a step ahead of the device, an operation is nearly always pending. A stream on the compute stream's queue
+// would be worse: compute would wait for every signal that this stream waits for. CUDA does not tell the queue of a
+// stream, which depends on earlier streams of the process. So a stream is timed before its use, for about 10 ms.
 #pragma once
 
 #include <c10/cuda/CUDAEvent.h>
@@ -22,8 +22,8 @@
 
 namespace zcompile::cuda {
 
-// Returns the next stream of high priority in torch's pool that does not delay kernels of the current stream, or the
-// first one tried if all do. Waits for the device.
+// Returns the next stream of high priority in torch's pool that does not delay kernels of the current stream. If all
+// streams do, returns the first one. Waits for the device.
 c10::cuda::CUDAStream take_quiet_stream();
 
 // Waits for `stream` on the host for at most `time`, because the signal that the stream waits for may never come.

@@ -1,5 +1,5 @@
-// The peer-to-peer transport, inside one NVLink domain. Copy engines transfer the bytes. It takes SMs from compute only
-// for casts, sums and small transfers. Gathers of parameters that are not cached (yet) use c10d.
+// The peer-to-peer transport, for GPUs of one NVLink domain. Copy engines transfer the bytes, so compute loses SMs only
+// to casts, sums and small transfers. Parameters without a copy in the cache (shard_cache.h) are gathered by c10d.
 
 #include <ATen/Functions.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -156,8 +156,8 @@ class P2pTransport : public Transport {
     for (const auto& stream : streams()) pool_->order(stream, c10::cuda::getCurrentCUDAStream());
   }
 
-  // Makes all streams wait for the current one, and records all events again. A captured stream cannot wait for events
-  // from outside of its graph, and other streams cannot wait for events from inside.
+  // Makes all streams of the transport wait for the current one, and records all their events again: a captured stream
+  // cannot wait for events from outside of its graph, and other streams cannot wait for events from inside.
   void fork_streams() {
     for (const auto& stream : streams()) pool_->order(c10::cuda::getCurrentCUDAStream(), stream);
     cache_.renew_events();
@@ -172,8 +172,8 @@ class P2pTransport : public Transport {
         has_warned_ = true;
         std::fprintf(
             stderr,
-            "zcompile: rank %s gathers '%s' while other ranks do not. It goes on without them, and is slower when "
-            "ranks do not gather the same parameters at the same time.\n",
+            "zcompile: rank %s gathers '%s' while other ranks do not. It goes on without them, but gathers are slower "
+            "if ranks do not gather the same parameters at the same time.\n",
             std::to_string(context_.rank()).c_str(), context_.param(overdue.wait.param).name.c_str());
       }
       return gave_up != Signals::GaveUp::no;
@@ -188,7 +188,7 @@ class P2pTransport : public Transport {
     const auto missing = signals_.missing(wait, stream);
     return "zcompile: rank " + std::to_string(context_.rank()) + " waited for other ranks " + wait.what + name +
            " until the process group's timeout: a rank stopped, left the training loop early, or gathers or reduces "
-           "other parameters than this one. " +
+           "other parameters than this rank. " +
            (missing.empty() ? "" : "In the gather group, " + missing + ". ") +
            "This process's use of the GPU ends here.";
   }

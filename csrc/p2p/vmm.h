@@ -1,5 +1,5 @@
-// Separates physical memory from addresses, by the driver's virtual memory management. A block of whole pages can be
-// mapped at several addresses at once, in this process and in those of peers.
+// Separates physical memory from addresses, by the CUDA driver's virtual memory management. A block of physical memory
+// can be mapped at several addresses at once, in this process and in those of peers.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -58,8 +58,8 @@ class AddressRange {
   std::vector<std::pair<int64_t, std::shared_ptr<const Block>>> mapped_;  // pairs of offset and block
 };
 
-// Blocks of the same sizes on every rank of a group, one after the other, which all ranks can read and write. The
-// constructor is a collective call, and fails on all ranks or on none.
+// Memory that all ranks of a group can read and write: on every rank, blocks of the same sizes, mapped one after the
+// other. The constructor is a collective call, and fails on all ranks or on none.
 class SharedBlocks {
  public:
   SharedBlocks(const std::string& group, c10::Device device, int64_t rank, int64_t world, std::vector<int64_t> sizes);

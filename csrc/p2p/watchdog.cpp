@@ -66,9 +66,9 @@ void Watchdog::watch() {
   }
 }
 
-// The program may be blocked on the waiting stream, which cannot be cancelled. So `fail` ends the context: every call
-// on this device then returns an error, in this process alone, and the watchdogs of peers find this rank missing. If
-// the device does not react, it ends the process, as NCCL's watchdog does.
+// The program may be blocked on the waiting stream, and CUDA cannot cancel the wait. So `fail` ends the CUDA context:
+// every call on this device then returns an error, in this process alone. Watchdogs of peers find this rank missing. If
+// the device does not react, `fail` ends the process, as NCCL's watchdog does.
 void Watchdog::fail(const PeerWait& wait) {
   message_ = describe_(wait, stream_);
   failed_ = true;

@@ -1,5 +1,5 @@
-// Finds a stream that waits too long for a peer. If the stream can go on without the peer, the watchdog ends the wait;
-// otherwise, it turns the hang into an error.
+// A thread that finds a stream on which this rank waits too long for a peer. If the stream can go on without the peer,
+// the watchdog ends the wait. If it cannot, the watchdog turns the hang into an error.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -22,8 +22,8 @@ class Watchdog {
  public:
   // Returns the message of an error. It may use the stream, on which nothing else is pending.
   using Describe = std::function<std::string(const PeerWait&, cudaStream_t)>;
-  // Ends a wait that has lasted too long, if the lane can go on without it, and returns whether it did. It may use the
-  // stream too.
+  // Ends a wait that has lasted too long, if its lane can go on without the peer, and returns whether it did. It may
+  // use the stream, on which nothing else is pending.
   using GiveUp = std::function<bool(const Lane::Overdue&, cudaStream_t)>;
 
   // Starts a thread that watches `lanes`, which must outlive the watchdog.
@@ -43,8 +43,8 @@ class Watchdog {
   Describe describe_;
   GiveUp give_up_;
   c10::DeviceIndex device_;
-  // A stream of its own, because operations after a hanging one in a hardware queue never run, and streams share queues
-  // with streams of their priority. It has the highest priority, which torch's pool does not use if there are more.
+  // The watchdog's own stream. Operations after a hanging one in a hardware queue never run, and streams of equal
+  // priority share queues. So it has the GPU's highest priority; on GPUs with many priorities, torch's pool does not.
   cudaStream_t stream_ = nullptr;
   std::atomic<bool> failed_{false};
   std::string message_;  // written once, before failed_

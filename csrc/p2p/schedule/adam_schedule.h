@@ -1,17 +1,17 @@
 // The order in which an optimizer step updates parameters, if it writes cached copies of shards over gradients.
 //
 // [Note: steps over placed gradients]
-// Gradients are placed in the memory of dead shards (grad_placement.h). So the step may write a copy only after it has
-// read the gradients at the copy's place. The schedule cuts parameters into parts, and distributes parts over rounds,
-// which run one after the other. A part is in the earliest round for which all gradients that the part overwrites have
-// been read in earlier rounds.
-//   - A gradient may overlap the copy of its own shard. Its elements are twice as wide as the copy's. So for one fixed
-//     element, copy and gradient have the same address; the copy of any other element overwrites the gradient of the
-//     element half way to the fixed one. Parts grow with their distance from the fixed element, so that each part
-//     overwrites only parts nearer to it. For the first part, around the fixed element, the step does not write the
-//     copy; the copy is cast from the main parameter after all rounds.
+// For each shard that it updates, a fused step writes the copy that peers read next (shard_cache.h). Gradients are
+// placed in the memory of these copies (grad_placement.h). So the step may write a copy only after it has read the
+// gradients at the copy's place. The schedule cuts parameters into parts, and distributes the parts over rounds, which
+// run one after the other. The gradients that a part's copy overwrites are all read in earlier rounds.
+//   - A gradient may overlap the copy of its own shard. Gradients have 4 bytes an element, and such a copy 2. So for
+//     one fixed element, copy and gradient have the same address; the copy of any other element overwrites the gradient
+//     of the element half way to the fixed one. Parts grow with their distance from the fixed element, so that each
+//     part overwrites only gradients of parts nearer to it. The copy of the first part, around the fixed element, is
+//     cast from the main parameter after all rounds. So is a whole copy of 4 bytes an element.
 //   - If parts form a cycle, in which each overwrites the gradient of the next, one copy is also cast after all rounds.
-//   - A copy whose place has a gradient that this step does not read is not written; the next refresh writes it.
+//   - If a gradient that this step does not read is at a copy's place, only the next refresh writes the copy.
 #pragma once
 
 #include <cstddef>
@@ -49,8 +49,8 @@ struct AdamPart {
 
 struct AdamSchedule {
   std::vector<std::vector<AdamPart>> rounds;
-  std::vector<AdamPart> casts;  // after all rounds: the parts of copied items that no round wrote
-  std::vector<bool> is_copied;  // by item; the other copies are not written
+  std::vector<AdamPart> casts;  // parts whose copies are cast after all rounds
+  std::vector<bool> is_copied;  // by item: whether the step writes its copy
 };
 
 // `others` are gradients that the step does not read. No two gradients overlap, and no two copies.

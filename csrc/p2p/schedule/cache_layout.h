@@ -1,15 +1,15 @@
-// The layout of cached shards in one buffer, and the group of a refresh that writes each. Plain C++, so that tests run
-// on a CPU. Every rank computes the same layout.
+// The layout of cached shards (p2p/shard_cache.h) in one buffer, and the groups in which a refresh writes them. Plain
+// C++, so that tests run on a CPU. Every rank computes the same layout.
 //
 // [Note: layout of cached shards]
-// A large shard is mapped a second time, into its unsharded parameter (p2p/aliased_params.h), where this rank's piece
-// may begin in the middle of a page. To share whole pages, the shard is aligned like that piece: its head, the bytes
-// before the piece's first whole page, ends at a page boundary here too. The size of the head differs between ranks,
-// but the offset of the first page is the same on all. The driver cannot map a part of a block. So the pages that are
-// whole on every rank form a block, and the bytes between such pages form other blocks.
+// A large cached shard is mapped a second time, as this rank's piece of the unsharded parameter (p2p/aliased_params.h).
+// There, the piece may begin in the middle of a page, but only whole pages can be mapped. So in the buffer, the cached
+// shard has the same alignment: its head, the bytes before the first whole page, ends at a page boundary. The size of
+// the head differs between ranks, but the first whole page has the same offset on all ranks. The driver maps a block of
+// memory only as a whole. So the pages that are whole on every rank form a block, and the bytes between form others.
 //
-// Large shards that backward does not gather are at the end, where gradients are placed first (grad_placement.h),
-// because their memory is free when backward begins. All small shards are before them.
+// Large shards that backward does not gather are at the end of the buffer. Their memory is free when backward begins,
+// so gradients are placed from the end (grad_placement.h). All other shards are before them.
 #pragma once
 
 #include <cstddef>
@@ -61,10 +61,10 @@ struct ShardToPlace {
 // `shards` are in the order of their first gathers, small shards first.
 CacheLayout lay_out(const std::vector<ShardToPlace>& shards, int64_t world);
 
-constexpr uint32_t refresh_groups = 16;  // gathers may read each sixteenth of a refresh when it is written
+constexpr uint32_t refresh_groups = 16;  // gathers may read a group of shards once a refresh has written the group
 
-// Returns by shard the group of a refresh that writes it; `shard_bytes` are in the order of gathers. Small shards are
-// in the first groups, even if they were added later, because compute waits for them (cache_pulls.h).
+// Returns for each shard the group in which a refresh writes it. `shard_bytes`: sizes, in the order of gathers. Small
+// shards are in the first groups, even if added later, because the compute stream waits for them (cache_pulls.h).
 std::vector<uint32_t> group_for_refresh(const std::vector<int64_t>& shard_bytes);
 
 }  // namespace zcompile

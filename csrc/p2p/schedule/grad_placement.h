@@ -1,18 +1,19 @@
 // Places gradients in the memory of cached shards during backward.
 //
 // [Note: gradients in the place of dead shards]
-// A cached shard is dead from its last gather in backward until the next refresh. Gradients live from about then until
-// the optimizer step. So gradients use the memory of dead shards, and the cache adds no memory at the peak. Shards are
-// in the order of their first gathers, so they die from the end, and gradients are placed from the end downwards.
+// A cached shard (the copy from which peers gather, p2p/shard_cache.h) is dead from its last gather in backward until
+// the next refresh writes it again. Gradients live from about then until the optimizer step. So gradients use the
+// memory of dead shards, and the cache adds no memory at the peak. Shards are in the order of their first gathers, so
+// they die from the end, and gradients are placed from the end downwards.
 //   - The previous backward shows which gather of a shard is the last. If a dead shard is gathered again, every rank
 //     gathers it by c10d, even a rank where no gradient overwrote it: ranks agree on which shards are dead, but not on
 //     the gradients in their places, and no rank may decide alone whether to join a collective.
-//   - Ranks whose previous backwards differed must not go on, because one would read a gradient in place of its peer's
-//     shard. They compare hashes of this knowledge (`learned`).
-//   - A peer that takes part in reduce n has passed all waits before reduce n in its program. So the owner may write
-//     over a shard in reduce n if every rank waits for the shard's last gather before reduce n.
-//   - The owner may still read the shard itself, as a part of its unsharded parameter (p2p/aliased_params.h). Then the
-//     gradient gets memory of its own, and the next gradient may use the place.
+//   - If the previous backwards of two ranks differed, one could read a gradient in place of the other's shard. So
+//     ranks compare a hash of the last gathers (`learned`), and raise if it differs.
+//   - A rank that takes part in reduce n has completed all gathers for which its program waits before reduce n. So
+//     reduce n may write over a shard if every rank waits for the shard's last gather before reduce n.
+//   - This rank may still read the shard itself, as its piece of the unsharded parameter (p2p/aliased_params.h). Then
+//     the gradient gets memory of its own, and the next gradient may use the place.
 #pragma once
 
 #include <cstddef>
@@ -34,8 +35,8 @@ class GradPlacement {
   // `shards` are the places of all shards in a buffer of `bytes`, ascending; other functions take their index.
   GradPlacement(std::vector<Extent> shards, int64_t bytes);
 
-  // Called by a refresh: all shards are alive again, and no gradient is placed. Also discards the counts of a backward
-  // that raised.
+  // Called when the cached shards are written again: all are alive, and no gradient is placed. Also discards the counts
+  // of a backward that raised.
   void refresh();
   // Whether the shard must no longer be gathered from the cache. The same on every rank.
   bool is_dead(size_t shard) const { return shard >= alive_; }
@@ -44,8 +45,8 @@ class GradPlacement {
   // Called if a dead shard is gathered again. The shard does not count as dead in the next backward.
   void gather_elsewhere(size_t shard);
   void count_reduces(int64_t count) { reduces_ += count; }
-  // Returns the offset of a place for a gradient of `bytes`; called before its reduce is counted. Empty if there is no
-  // room, or if this rank itself still reads a shard there (`is_in_use`).
+  // Returns the offset in the buffer at which to place a gradient of `bytes`, whose reduce is not counted yet. Empty if
+  // dead shards have no room, or if this rank still reads a shard there (`is_in_use`, by index).
   std::optional<int64_t> place(int64_t bytes, const std::function<bool(size_t)>& is_in_use);
   // `is_caching`: unsharded parameters are cached across microbatches. This backward then gathered only some shards, so
   // its last gathers are not recorded.

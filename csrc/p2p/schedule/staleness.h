@@ -1,9 +1,9 @@
-// Decides when cached copies of shards are stale. Plain C++, so that tests run on a CPU. It uses only counts, so every
-// rank decides alike.
+// Decides when cached copies of shards are stale (older than the main parameters). Plain C++, so that tests run on a
+// CPU. It uses only counts of gathers, backwards and writes, so every rank decides alike.
 //
 // [Note: when cached copies are stale]
-// Fused kernels of an optimizer do not increase version counters, and edits through `.data` do not either. So the cache
-// does not rely on counters alone to find that main parameters have changed. At a gather, all copies are stale if
+// Fused kernels of an optimizer do not increase version counters, nor do edits through `.data`. So the cache does not
+// rely on version counters alone to find that main parameters have changed. At a gather, all copies are stale if
 //   - a backward has ended since the last refresh; or
 //   - outside of backward, the parameter was already gathered since the last refresh as often as one forward gathers
 //     it, so another forward has begun. This number is the fewest gathers between two backwards so far, and at first 1;
@@ -24,8 +24,8 @@ class Staleness {
   // Adds a copy at its first gather, and returns its number. It has no contents until a refresh.
   size_t add();
 
-  // Whether all copies must be refreshed before a gather of copy `i`. `main_version` is the current version of its main
-  // parameter; empty if the copy has no contents.
+  // Whether all copies must be refreshed before a gather of copy `i`. `main_version`: the version counter of its main
+  // parameter now; empty if the copy has no contents yet.
   bool is_stale(size_t i, bool in_backward, std::optional<uint64_t> main_version) const;
   void count_gather(size_t i, bool in_backward);
   // Whether any backward has gathered copy `i`.
