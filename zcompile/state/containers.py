@@ -1,4 +1,4 @@
-"""Find and replace tensors in arguments and results of modules: in pytrees and dataclasses, as under FSDP2."""
+"""Find and replace the tensors in a module's arguments or results, which may be nested pytrees or dataclasses."""
 
 import dataclasses
 from collections.abc import Callable

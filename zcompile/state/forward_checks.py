@@ -14,11 +14,11 @@ from zcompile.units.find import ExpertsImplementation
 
 
 class UnreducedParameters:
-    """Warns once if parameters train without reduced gradients: those ignored by, or added after, `zcompile.shard`.
+    """Warns once if the model trains parameters whose gradients zcompile does not reduce, so that ranks drift apart.
 
-    Ranks drift apart, and no other check finds this. The warning comes at the first backward of such a parameter.
-    torch does not report added parameters. So this searches the model at its first forward with grad mode, its second,
-    fourth, eighth and so on, which costs about a microsecond per parameter and search.
+    Such parameters were in `ignored_params`, or the program added them after `zcompile.shard`. The warning comes when
+    the first of these gradients has been computed. torch reports no added parameter. So this class searches the model
+    before its forwards 1, 2, 4, 8 and so on (with grad mode), which costs about a microsecond per parameter and search.
     """
 
     def __init__(self, model: nn.Module):
@@ -36,16 +36,16 @@ class UnreducedParameters:
             self.watch()
 
     def watch(self) -> None:
-        """Let the parameters whose gradients are not reduced call `warn` at their next gradient."""
+        """On each parameter that `find` returns, register a hook that calls `warn` after its next gradient."""
         for parameter in self.find().values():
             if id(parameter) not in self.watched:
                 self.watched.add(id(parameter))
                 _warn_once(weakref.ref(self), parameter)
 
     def find(self) -> dict[str, nn.Parameter]:
-        """Return name -> parameter for plain parameters that train. DTensors are reduced by another parallelism.
+        """Return name -> parameter for the trainable parameters whose gradients zcompile does not reduce.
 
-        Tensors that `functional_call` puts in a parameter's place do not count.
+        Left out are DTensors (zcompile's, or reduced by another parallelism), and the tensors of `functional_call`.
         """
         model = self.model()
         named = model.named_parameters() if model is not None else ()
@@ -80,11 +80,11 @@ def _warn_once(unreduced: "weakref.ref[UnreducedParameters]", parameter: nn.Para
 class ForwardChecks:
     """
     Attributes:
-        unreduced: parameters that train without being reduced; None on one rank, where no gradient is reduced.
-        experts: the Hugging Face modules that have several implementations of their experts.
+        unreduced: finds parameters whose gradients are not reduced; None on one rank, where no gradient is reduced.
+        experts: the Hugging Face modules that can compute their experts in several ways.
         eager_without_grad: whether forwards without gradients must run in eager. True if a tensor-parallel plan of
-            transformers has replaced the forward of linear layers: it reads local tensors of `module._parameters`,
-            which holds unsharded parameters in eager code only.
+            transformers has replaced the forward of linear layers. The new forward reads local tensors from
+            `module._parameters`, and only in eager code does that hold unsharded parameters.
     """
 
     unreduced: UnreducedParameters | None = None
@@ -92,10 +92,10 @@ class ForwardChecks:
     eager_without_grad: bool = False
 
     def check(self) -> None:
-        """Count a forward, and compare the implementation of experts with that at `zcompile.shard`.
+        """Count a forward for `unreduced`, and check that experts are computed as they were at `zcompile.shard`.
 
         Raises:
-            RuntimeError: a module computes its experts by another implementation now.
+            RuntimeError: a module now loops over its experts, and did not in `zcompile.shard`, or the reverse.
         """
         if self.unreduced is not None:
             self.unreduced.count_forward()

@@ -1,12 +1,12 @@
-"""Decide if a read of a parameter all-gathers it: it does inside of a forward, and in a recomputed forward.
+"""Decide if a read of `module.weight` all-gathers the parameter: it does inside of a forward, also a recomputed one.
 
 [Note: inside of a forward]
-Outside of every forward, `module.weight` is the DTensor, as under FSDP2: `hasattr`, `print` and checks of a dtype are
-local, and writes reach the parameter. Each thread counts the forwards that it is in. Each module of a sharded model
-counts in its `__call__`. Forward hooks would not do: users see them, and torch skips them if a forward raises. Dynamo
-skips the frame of `__call__` and compiles the code inside, so eager code after a graph break is inside of a forward,
-too. Code that Dynamo traces always gathers, and counts nothing. In backward, grad mode is off in hooks. If it is on, an
-activation checkpoint recomputes a forward, and reads gather.
+Outside of every forward, `module.weight` is the sharded DTensor, as under FSDP2: `hasattr`, `print` and checks of a
+dtype need no other rank, and writes reach the parameter. Inside, a read all-gathers. To tell inside from outside, each
+thread counts the forwards that it runs, in `__call__` of each module. Forward hooks could not count: users see them,
+and torch skips them if a forward raises. Dynamo compiles only the code inside of `__call__`, so eager code after a
+graph break is inside of a forward, too. Code that Dynamo traces always gathers, and counts nothing. In backward, hooks
+run without grad mode. If grad mode is on, activation checkpointing is recomputing a forward, so reads gather.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ from zcompile.state.sharded_model import ShardedModel
 
 
 def never_compiled_alone(function: Any) -> Any:
-    """Keep Dynamo from compiling `function` on its own. Dynamo still traces it as a part of a caller. Returns it.
+    """Keep Dynamo from compiling `function` on its own. Dynamo still inlines it into callers. Return `function`.
 
-    Why: modules read a parameter through a property. If Dynamo has given up on the caller, it would compile the
-    property's getter by itself, once for each shape, up to its limit of recompiles. In torch 2.11, it would also make
-    the number of forwards that are running a constant of the graph.
+    Why: modules read a parameter through a property. If Dynamo has given up on the code with the read, it would compile
+    the property's getter by itself, once for each shape, up to its recompile limit. In torch 2.11, the getter's graph
+    would also have the number of running forwards as a constant.
     """
     skip_code(function.__code__)
     return function
@@ -50,13 +50,13 @@ _thread = _Thread()
 
 @never_compiled_alone
 def is_in_forward() -> bool:
-    """Whether a read of a parameter gathers now; see [Note: inside of a forward]."""
+    """Whether a read of a parameter all-gathers it now; see [Note: inside of a forward]."""
     return _thread.forwards > 0 or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
 
 
 @never_compiled_alone
 def look_again() -> None:
-    """Note that eager code has a module's `_parameters`: if Dynamo is on, the next call looks for replacements."""
+    """Let the next module call look for replaced parameters: eager code has got `_parameters`, and may change it."""
     if _thread.forwards > 0 and callable(get_eval_frame_callback()):
         _thread.looks_again = True
 
@@ -68,7 +68,7 @@ def announces() -> bool:
 
 @contextlib.contextmanager
 def announcing(announce: Callable[[Any], None]) -> Iterator[None]:
-    """Inside of this block, call `announce(module)` before each forward that is not inside of another one."""
+    """Context manager: call `announce(module)` before each outermost forward that begins in the `with` block."""
     before = _thread.announced_depth, getattr(_thread, "announce", None)
     _thread.announced_depth, _thread.announce = _thread.forwards, announce
     try:
@@ -79,7 +79,7 @@ def announcing(announce: Callable[[Any], None]) -> Iterator[None]:
 
 @never_compiled_alone
 def is_compiled_call(module: Any) -> bool:
-    """Whether a call of `module` here is compiled, or Dynamo may compile functions that it calls."""
+    """Whether a call of `module` would now run compiled code, or call functions that Dynamo may compile."""
     if _thread.is_eager:
         return False
     callback: Any = get_eval_frame_callback()
@@ -88,7 +88,7 @@ def is_compiled_call(module: Any) -> bool:
 
 @never_compiled_alone
 def is_planned_call(module: Any) -> bool:
-    """Whether a call of `module` here is compiled by zcompile, whose graphs gather parameters and free them."""
+    """Whether a call of `module` would now run graphs of zcompile, which gather and free parameters themselves."""
     if not is_compiled_call(module):
         return False
     backend: Any = get_eval_frame_callback()
@@ -115,13 +115,13 @@ def with_around(around: Callable[[Any, Any, Any, Any], Any], call: Callable[...,
 
 @torch.compiler.disable
 def _enter(*states: ShardedModel) -> bool:
-    """Prepare `states` for an outermost or compiled forward. Return whether the forward must run in eager."""
+    """Prepare `states` for an outermost or compiled forward. Return whether this forward must run in eager."""
     return sum(state.enter_forward() for state in states) > 0  # of all: each lets its leaves follow
 
 
 @never_compiled_alone
 def _is_outermost(module: Any) -> bool:
-    """Whether a call of `module` begins a forward of its model. It may be inside of another model's forward."""
+    """Whether a call of `module` begins its model's outermost forward, perhaps inside of another model's forward."""
     state: ShardedModel = module.__dict__[STATE]
     return _thread.forwards == 0 or not (state.are_units or state in _thread.models)
 
@@ -129,15 +129,14 @@ def _is_outermost(module: Any) -> bool:
 def counting_call(
     base: type[nn.Module], is_root: bool, around: Callable[[Any, Any, Any, Any], Any] | None
 ) -> Callable[..., Any]:
-    """Return a `__call__` that counts the forwards that this thread is in; see [Note: inside of a forward].
-
-    It is for a subclass of `base`, a class of modules, whose instances belong to a sharded model.
+    """Return a `__call__` for a subclass of `base` that counts this thread's forwards; [Note: inside of a forward].
 
     Args:
-        is_root: whether instances are models that `zcompile.shard` got and that have units (modules gathered at their
-            call, in eager); see [Note: order of units] in units/order.py.
-        around: for blocks and units, and modules in or around one: `around(call, module, args, kwargs)` runs
-            `call(module, *args, **kwargs)`, for blocks and units between their gather and free. None for other modules.
+        is_root: whether the modules are whole models, passed to `zcompile.shard`, that have units (modules gathered
+            when called, in eager); see [Note: order of units] in units/order.py.
+        around: for blocks (eager parameter groups), units, and modules in or around them; else None. It is called as
+            `around(call, module, args, kwargs)`, and runs `call(module, *args, **kwargs)`. For a block or unit, it
+            gathers before this call and frees after it.
     """
     # Dynamo traces the plain call, even if the module has a compiled call.
     traced_call = nn.Module._call_impl if base.__call__ is nn.Module.__call__ else base.__call__
@@ -187,10 +186,10 @@ def counting_call(
 
 
 def checking_requires_grad(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `compiled`, the code of one graph: it raises if a leaf's `requires_grad` differs from its parameter's.
+    """Wrap `compiled`, the code of one graph: raise if `requires_grad` of a leaf differs from its parameter's.
 
-    Graphs read a leaf (the plain tensor over a shard) in a parameter's place. A module's call copies `requires_grad`
-    from parameters to leaves. If a function around the model is compiled, Dynamo reads leaves before such a call.
+    Graphs read leaves (plain tensors over shards) in place of parameters. A call of the model copies `requires_grad`
+    from parameters to leaves. If a function that calls the model is compiled, Dynamo reads leaves before that copy.
     """
 
     def run(*args: Any) -> Any:
@@ -226,8 +225,8 @@ def _without_module(method: Callable[..., Any]) -> Callable[..., Any]:
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Let `module.name(...)` read parameters as a forward does, as `register_fsdp_forward_method` does for FSDP2.
 
-    Outside of forwards, `module.weight` is the DTensor. A method that computes with it, and that the program calls
-    itself (`model.encode(x)`), must be registered. Calls of modules need not be.
+    Outside of forwards, `module.weight` is the sharded DTensor. So register each method that computes with parameters
+    and that your program calls directly, such as `model.encode(x)`. Calls of modules (`module(x)`) work without this.
 
     Args:
         module: a module of a sharded model, or one that contains sharded models. Other modules are left unchanged.

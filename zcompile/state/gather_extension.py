@@ -1,16 +1,16 @@
 """Parameters that are tensor subclasses with FSDP2's all-gather hooks: `fsdp_pre_all_gather`, `fsdp_post_all_gather`.
 
 [Note: components]
-Such a class decides which tensors are all-gathered. Before each gather, `fsdp_pre_all_gather` of this rank's shard
-makes plain tensors, such as float8 values, or int8 values and their scales. They are the *components* of the parameter,
-and are gathered in one transfer, each in its own dtype. From the components of all ranks, `fsdp_post_all_gather` makes
-the unsharded parameter. Each later gather moves the new components' memory into the component tensors of the first
-gather, then calls the hook with `out=` the existing unsharded parameter.
+A class with these hooks decides which tensors are all-gathered. Before each gather, `fsdp_pre_all_gather` converts this
+rank's shard to plain tensors, such as float8 values, or int8 values and their scales. These are the *components* of the
+parameter. One transfer gathers all of them, each in its own dtype. From the components of all ranks,
+`fsdp_post_all_gather` makes the unsharded parameter. Each later gather moves the memory of its components into the
+component tensors of the first gather, then calls `fsdp_post_all_gather` with the existing unsharded parameter as `out`.
 
-In the runtime, a component is a parameter without a shard (`is_component` in csrc/transport/param.h): each gather gets
-the component's data. The leaf of the parameter itself has no memory. It identifies the parameter to the runtime, for
-example when its gradient is reduce-scattered. Components are gathered in eager only, by modules that gather all their
-parameters at once, because hooks are Python. Parameters gathered in int8 have components, too; see int8_gather.py.
+In the runtime, a component is a parameter without a shard (`is_component` in csrc/transport/param.h): each gather
+passes the data. The leaf, the plain tensor that stands for a shard in the runtime, has no memory here. It identifies
+the parameter, for example when its gradient is reduce-scattered. Because the hooks are Python, only eager code gathers
+components, for all parameters of a module together. Parameters gathered in int8 use components, too (int8_gather.py).
 """
 
 import abc
@@ -38,20 +38,20 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def subclass_of(parameter: torch.Tensor) -> type | None:
-    """Return the class of `parameter`, or of a DTensor's local tensor, if it is a tensor subclass; else None."""
+    """Return the tensor subclass of `parameter`, or of its local tensor if it is a DTensor; None for plain tensors."""
     kind = type(part_held_by(parameter))
     return None if kind in (torch.Tensor, nn.Parameter, AsyncCollectiveTensor) else kind
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
-    """Whether `parameter`, or a DTensor's local tensor, has at least one of FSDP2's all-gather hooks."""
+    """Whether `parameter`, or its local tensor if it is a DTensor, has at least one of FSDP2's all-gather hooks."""
     part = part_held_by(parameter)
     return hasattr(part, PRE) or hasattr(part, POST)
 
 
 def part_held_by(parameter: Any) -> torch.Tensor:
-    """Return the local tensor of a DTensor (not `to_local()`, a view that may lack attributes that hooks need), and any
-    other tensor itself."""
+    """Return the local tensor if `parameter` is a DTensor, else `parameter` itself. Not by `to_local()`, because that
+    returns a view, which may lack attributes that hooks need."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
@@ -61,10 +61,10 @@ def name_of(kind: type) -> str:
 
 
 def check_hooks(name: str, parameter: torch.Tensor, mesh: DeviceMesh, dim: int) -> Exception | None:
-    """Return why a tensor subclass cannot be sharded over `mesh`, or None. Not raised, so that ranks can agree first.
+    """Return an error, for all ranks to raise together, if a tensor subclass cannot be sharded over `mesh`; else None.
 
     Args:
-        dim: the dimension to shard.
+        dim: the tensor dimension to shard along.
     """
     part, world = part_held_by(parameter), mesh.size(mesh.ndim - 1)
     where = f"zcompile.shard: parameter '{name}' is a {name_of(type(part))} (rank {dist.get_rank()})"
@@ -91,14 +91,14 @@ def check_hooks(name: str, parameter: torch.Tensor, mesh: DeviceMesh, dim: int) 
             "whole on each rank: ignored_params=[...]."
         )
     if mesh.ndim > 1 and not mesh.mesh_dim_names:
-        return ValueError(f"{where}, whose hooks get the dimension of the mesh that shards. Give its dimensions names.")
+        return ValueError(f"{where}, whose hooks get the mesh dimension that shards. Give the mesh mesh_dim_names.")
     return None
 
 
 def padded_shard(part: torch.Tensor, world: int, rank: int) -> torch.Tensor:
-    """Return the rows of rank `rank`, in memory for as many rows as the first rank has. Last ranks may have none.
+    """Return the rows of `part` that rank `rank` holds, in memory with room for as many rows as the first rank holds.
 
-    Calls the ops that FSDP2 calls, because a subclass may implement no others.
+    The last ranks may hold no rows. Calls only ops that FSDP2 calls, because a subclass may implement no others.
     """
     chunks = torch.chunk(part, world, dim=0)
     rows = chunks[rank].size(0) if rank < len(chunks) else 0
@@ -109,14 +109,14 @@ def padded_shard(part: torch.Tensor, world: int, rank: int) -> torch.Tensor:
 
 
 def leaf_of(local: torch.Tensor) -> torch.Tensor:
-    """Return the leaf for the shard `local`: a plain tensor of its shape and dtype, without memory."""
+    """Return the leaf, which stands for the shard `local`: a plain tensor of its shape and dtype, without memory."""
     leaf = torch.empty(local.shape, dtype=local.dtype, device=local.device)
     free_memory([leaf])
     return leaf
 
 
 def plain_tensors_of(tensor: Any) -> list[torch.Tensor]:
-    """Return the plain tensors inside of a wrapper subclass; `tensor` itself if it is none."""
+    """Return the plain tensors inside of `tensor`, a wrapper subclass; `[tensor]` if it is no wrapper subclass."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -125,17 +125,17 @@ def plain_tensors_of(tensor: Any) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def _own_ops() -> Iterator[None]:
-    """Run ops outside of the surrounding forward or backward: without autograd, torch.func and dispatch modes."""
+    """Run the ops of the `with` block without the surrounding autograd, torch.func transforms and dispatch modes."""
     with torch.inference_mode(False), torch._C._DisableFuncTorch(), torch.no_grad(), _disable_current_modes():
         yield
 
 
 class Components(NamedTuple):
-    """Components of one parameter: those of this rank before a gather, and of all ranks after it.
+    """The plain tensors that an all-gather of one parameter moves: this rank's before it, all ranks' after it.
 
     Attributes:
-        tensors: the components. After a gather, each has the rows of all ranks, in rank order.
-        metadata: from `fsdp_pre_all_gather`, for `fsdp_post_all_gather`.
+        tensors: the components. After the gather, each has the rows of all ranks, in rank order.
+        metadata: the second result of `fsdp_pre_all_gather`, to be passed to `fsdp_post_all_gather`.
     """
 
     tensors: list[torch.Tensor]
@@ -154,7 +154,7 @@ class GatherExtension(abc.ABC):
         self.inner: list[torch.Tensor] = []  # other tensors with memory of the unsharded parameter
 
     def before_gather(self, sharded: "ShardedParameter") -> Components:
-        """Make the components of this rank's shard, and register new shapes and dtypes with the runtime."""
+        """Make the components (plain tensors to gather) of this rank's shard. Register new shapes with the runtime."""
         with _own_ops():
             own = self.components_of(sharded)
         kinds = tuple((each.shape, each.dtype) for each in own.tensors)
@@ -184,7 +184,7 @@ class GatherExtension(abc.ABC):
         )
 
     def make(self, sharded: "ShardedParameter", arrived: Components) -> torch.Tensor:
-        """Make the unsharded parameter of the components `arrived`, and take over their memory."""
+        """Make the unsharded parameter from `arrived`, the gathered components of all ranks. Take over their memory."""
         with _own_ops():
             self.gathered = [torch.empty_like(each) for each in arrived.tensors]
             sharded.state.runtime.fill(self.gathered, arrived.tensors)
@@ -192,10 +192,10 @@ class GatherExtension(abc.ABC):
 
     @abc.abstractmethod
     def unsharded_of(self, sharded: "ShardedParameter", metadata: Any) -> torch.Tensor:
-        """Make the unsharded parameter, perhaps padded, of `self.gathered`. Sets `self.inner`."""
+        """Make the (perhaps padded) unsharded parameter from `self.gathered`. Set `self.inner`: its other memory."""
 
     def refill(self, sharded: "ShardedParameter", arrived: Components, unsharded: torch.Tensor) -> None:
-        """Fill `unsharded`, the result of `make`, from the components `arrived` of a later gather."""
+        """Fill `unsharded`, the result of `make`, again, from `arrived`: all ranks' components of a later gather."""
         sharded.state.runtime.fill(self.gathered, arrived.tensors)
         for each in self.inner:
             each.untyped_storage().resize_(each.nbytes)
@@ -223,8 +223,8 @@ class SubclassGather(GatherExtension):
     def __init__(self, mesh: DeviceMesh, policy: MixedPrecisionPolicy, local: torch.Tensor):
         """
         Args:
-            mesh: the model's mesh. Hooks get its last dimension, which shards.
-            local: this rank's shard.
+            mesh: the model's mesh. Hooks get its last dimension, over which parameters are sharded.
+            local: this rank's shard, a tensor subclass.
         """
         super().__init__()
         self.mesh = mesh if mesh.ndim == 1 else mesh[cast(Any, mesh.mesh_dim_names)[-1]]
@@ -233,10 +233,11 @@ class SubclassGather(GatherExtension):
         self.takes_sizes = len(inspect.signature(getattr(local, PRE)).parameters) > 1
 
     def components_of(self, sharded: "ShardedParameter") -> Components:
-        """Make the components by `fsdp_pre_all_gather`.
+        """Return the components (plain tensors to gather) that `fsdp_pre_all_gather` makes of this rank's shard.
 
         Raises:
-            RuntimeError: a component is no plain tensor, or has not the size of a padded shard.
+            RuntimeError: the hook returned no tensors, or others than plain tensors; or rows do not divide by the
+                ranks, and a component has not the shape of a padded shard.
         """
         args: tuple[Any, ...] = (self.mesh,)
         if self.takes_sizes:
@@ -275,7 +276,7 @@ class SubclassGather(GatherExtension):
 
     @torch.no_grad()
     def whole(self, sharded: "ShardedParameter") -> torch.Tensor:
-        """Gather the unsharded parameter into memory of its own. A collective call."""
+        """All-gather the parameter, and return it unsharded, in new memory. A collective call."""
         own = self.before_gather(sharded)
         arrived = sharded.state.runtime.gather_components(self.indices, own.tensors)
         wait_for_gathers(arrived)
@@ -290,7 +291,7 @@ def extension_of(sharded: "ShardedParameter") -> GatherExtension:
 
 
 def tensors_of(gathered: Sequence[torch.Tensor | Components]) -> list[torch.Tensor]:
-    """Return the tensors that a gather returned: unsharded parameters, and components, in one list."""
+    """Return one flat list of the tensors in `gathered`, which mixes unsharded parameters and `Components`."""
     lists = (each.tensors if isinstance(each, Components) else [each] for each in gathered)
     return [tensor for tensors in lists for tensor in tensors]
 
@@ -313,7 +314,7 @@ def param_dtype_of(sharded: "ShardedParameter") -> torch.dtype:
 
 
 def cut(sharded: "ShardedParameter", made: torch.Tensor) -> torch.Tensor:
-    """Remove the padding of shards from `made`, which was made of components."""
+    """Return `made`, an unsharded parameter from `fsdp_post_all_gather` or from int8, without the padding of shards."""
     shape = torch.Size(sharded.shape)
     return torch.as_strided(made, shape, _contiguous_stride(shape), storage_offset=0)
 

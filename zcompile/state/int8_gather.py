@@ -1,14 +1,14 @@
 """Gathers in int8: `zcompile.shard(gather_dtype=torch.int8)`.
 
 [Note: int8 gathers]
-Before each gather, a rank quantizes its shard from the main parameter's dtype, as ZeRO++ does (qwZ, arXiv:2306.10209).
-Each block of 256 consecutive elements becomes 256 int8 values and one float32 scale, the block's largest absolute value
-divided by 127. Values and scales are all-gathered ([Note: components] in gather_extension.py) and dequantized to
+Before each all-gather, a rank quantizes its shard of the main (high-precision) parameter, as ZeRO++ does (qwZ,
+arXiv:2306.10209). 256 consecutive elements, a block, become 256 int8 values and one float32 scale, the block's largest
+absolute value divided by 127. Both are all-gathered ([Note: components] in gather_extension.py), and dequantized to
 `param_dtype` on arrival. So an element's error is at most half a scale, plus the rounding to `param_dtype`. A block
 with a value that is not finite becomes NaN. Main parameters, gradients and checkpoints are as without int8 gathers.
 
-A shard is padded to whole blocks. Vectors, such as norms and biases, travel in `param_dtype`: they are a small part of
-a model, and precision counts there.
+A shard is padded to a multiple of 256 elements. Vectors, such as norms and biases, are gathered in `param_dtype`: they
+are a small part of a model, and need the precision.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -50,21 +50,21 @@ class Int8Gather(GatherExtension):
         self.chunk = chunk  # elements of the largest shard
 
     def components_of(self, sharded: "ShardedParameter") -> Components:
-        """This rank's shard in int8, and its scales."""
+        """Return this rank's shard in int8, and its scales."""
         values, padded = sharded.local().reshape(-1), -(-self.chunk // BLOCK) * BLOCK
         if values.numel() < padded:
             values = nn.functional.pad(values, (0, padded - values.numel()))
         return Components(list(quantize(values.view(-1, BLOCK))), None)
 
     def unsharded_of(self, sharded: "ShardedParameter", metadata: Any) -> torch.Tensor:
-        """The parameter in `param_dtype`, [ranks, elements of the largest shard]."""
+        """Return the unsharded parameter in `param_dtype`, [ranks, elements of the largest shard]."""
         device, world = self.gathered[0].device, sharded.state.groups.world
         self.inner = [torch.empty(world, self.chunk, dtype=param_dtype_of(sharded), device=device)]
         self.write(sharded, metadata, self.inner[0])
         return self.inner[0]
 
     def write(self, sharded: "ShardedParameter", metadata: Any, unsharded: torch.Tensor) -> None:
-        """Dequantize (on a GPU in one kernel, unless shards are padded), then free the gathered components."""
+        """Dequantize the gathered components (on a GPU in one kernel, unless shards are padded), then free them."""
         (values, scales), (made,) = self.gathered, self.inner
         if self.chunk % BLOCK == 0:
             torch.mul(values, scales, out=made.view(values.shape))

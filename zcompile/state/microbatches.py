@@ -5,22 +5,22 @@ from dataclasses import dataclass
 
 
 class Deferred(enum.Enum):
-    """The part of a reduce that is done once, at the end of the `with` block. The value is its name in the runtime."""
+    """The part of each reduce that `accumulate` defers to the end of its `with` block. Values: names in the runtime."""
 
     NOTHING = ""
     REPLICAS = "replicas"  # the all-reduce over replicas, with accumulate(reduce="shards")
     HOSTS = "hosts"  # the sum over hosts, with accumulate(reduce="shards") and main parameters sharded over hosts
-    REDUCES = "reduces"  # all of it, with accumulate(reduce="last")
+    REDUCES = "reduces"  # the whole reduce, with accumulate(reduce="last")
 
 
 @dataclass
 class Microbatches:
     """
     Attributes:
-        accumulates: whether the model is inside of the block: gradients add up, and parameters do not change.
+        accumulates: whether the model is inside of the `with` block: gradients add up, and parameters do not change.
         reduce: the argument `reduce` of `zcompile.accumulate`.
-        deferred: the part of each reduce that is done once, at the end of the block.
-        cache_bytes: the option `microbatch_cache_bytes` of the last compile.
+        deferred: the part of each gradient reduce that is done once, at the end of the `with` block.
+        cache_bytes: the option `microbatch_cache_bytes` of the last compile of the model.
     """
 
     accumulates: bool = False
@@ -30,5 +30,5 @@ class Microbatches:
 
     @property
     def adds_up(self) -> bool:
-        """Whether the runtime adds up gradients until the block's end, while `.grad` holds ones."""
+        """Whether the runtime sums gradients until the end of the `with` block, while `.grad` holds ones."""
         return self.accumulates and self.deferred in (Deferred.REDUCES, Deferred.HOSTS)

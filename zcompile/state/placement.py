@@ -1,14 +1,14 @@
 """The mesh and the dimension along which each parameter is sharded, and the form in which modules read it.
 
 [Note: domains]
-Parameters that are sharded over one mesh are a *domain*: one `ShardedModel`, one runtime, one set of process groups.
-Most models have one. Under expert parallelism, fewer ranks hold the same experts than hold the same dense layers, so
-experts are sharded over another mesh than dense layers, and a model has two domains. Domains are numbered in the order
-of their first parameters, which is the same on all ranks. Gathers and reduces carry the number, so that no compiler
-pass puts parameters of two domains into one transfer.
+The parameters that are sharded over the same mesh form a *domain*, with its own `ShardedModel`, runtime and process
+groups. Most models have one domain. Under expert parallelism, fewer ranks hold the same experts than hold the same
+dense layers, so experts are sharded over another mesh, and the model has two domains. Domains are numbered in the order
+of their first parameters, which is the same on all ranks. Each gather or reduce op in a graph has its domain's number
+as an argument, so that no compiler pass puts parameters of two domains into one transfer.
 
-A parameter may be a DTensor before `zcompile.shard`, because tensor or expert parallelism has sharded it. The meshes of
-that DTensor are called *inner*. zcompile shards this rank's local part. Modules read a DTensor over the inner meshes.
+A parameter may already be a DTensor before `zcompile.shard`, because tensor or expert parallelism has sharded it. We
+call that DTensor's mesh *inner*. zcompile shards this rank's local tensor. Modules read a DTensor over the inner mesh.
 """
 
 import weakref
@@ -32,14 +32,14 @@ MOST_INNER = 2  # placements that a DTensor may have before zcompile shards it
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a parameter is sharded: what `shard_placement_fn` of `zcompile.shard` may return.
+    """The dimension and mesh along which a parameter is sharded: a result of `shard_placement_fn` in `zcompile.shard`.
 
     Attributes:
-        shard: the dimension along which it is sharded. The size of a dimension other than the first must be a
-            multiple of the ranks that shard.
-        mesh: 1-D (shard) or 2-D (replicate x shard). Default: the mesh of `zcompile.shard`.
-        local: for a DTensor: modules read this rank's part as a plain tensor. Code that distributes tokens to experts
-            itself needs this.
+        shard: the tensor dimension along which the parameter is sharded. The size of a dimension other than the first
+            must be a multiple of the number of shards.
+        mesh: a 1-D (shard) or 2-D (replicate x shard) mesh. Default: the mesh of `zcompile.shard`.
+        local: for a parameter that is a DTensor before `zcompile.shard`: whether modules read its local tensor instead
+            of a DTensor. Code that distributes tokens to experts itself needs True.
     """
 
     shard: Shard = Shard(0)  # noqa: RUF009  it is immutable
@@ -55,8 +55,8 @@ def check_mesh(mesh: DeviceMesh) -> None:
     """Refuse a mesh that zcompile cannot shard over.
 
     Raises:
-        TypeError: not a DeviceMesh.
-        ValueError: neither 1-D nor 2-D, or this rank is not in it.
+        TypeError: `mesh` is not a DeviceMesh.
+        ValueError: `mesh` is neither 1-D nor 2-D, or does not contain this rank.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"zcompile.shard: mesh must be a torch DeviceMesh, not {type(mesh).__name__}.")
@@ -72,10 +72,10 @@ def check_mesh(mesh: DeviceMesh) -> None:
 def placements_of(
     model: nn.Module, mesh: DeviceMesh, choose: PlacementFunction | None, ignored: Container[int]
 ) -> tuple[Placements, Exception | None]:
-    """Return the placement of each parameter of `model`, and the error of the first parameter that has none.
+    """Return the placements of the parameters of `model` up to the first that cannot be sharded, and its error or None.
 
     Args:
-        mesh: the mesh for parameters whose placement names none.
+        mesh: the mesh for parameters whose placement has no mesh.
         ignored: ids of parameters that are not sharded.
     """
     placements: Placements = []
@@ -99,7 +99,7 @@ def placement_of(parameter: nn.Parameter, choose: PlacementFunction | None) -> P
     """Return the placement that `choose` returns for `parameter`, as a `Placement`.
 
     Raises:
-        TypeError: it returned something else.
+        TypeError: `choose` returned another type.
     """
     chosen = None if choose is None else choose(parameter)
     if chosen is None:
@@ -122,10 +122,10 @@ def _positive(shard: Shard, parameter: nn.Parameter) -> Shard:
 
 @dataclass(frozen=True)
 class Inner:
-    """The mesh, placements and sizes with which a local part becomes the DTensor over the inner mesh that modules read.
+    """The arguments that make a local tensor a DTensor over the mesh of tensor or expert parallelism, the inner mesh.
 
     Comparison uses `mesh_id` instead of `mesh`, because two meshes compare equal even if the process groups of one were
-    closed. A pickle holds the `mesh_key`, so that another process unpickles an `Inner` over its own mesh.
+    closed. A pickle has `mesh_key` instead of the mesh, so that another process unpickles an `Inner` over its own mesh.
     """
 
     mesh: DeviceMesh = field(compare=False)
@@ -142,17 +142,17 @@ _meshes: "weakref.WeakValueDictionary[Hashable, DeviceMesh]" = weakref.WeakValue
 
 
 def mesh_key(mesh: DeviceMesh) -> Hashable:
-    """Return a key that identifies an inner mesh on all of its ranks, and in another run."""
+    """Return a key for an inner mesh (see `Inner`) that is the same on all of its ranks, and in another process."""
     return mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape), mesh._flatten_rank_map
 
 
 def remember_mesh(mesh: DeviceMesh) -> None:
-    """Use `mesh` for each `Inner` that is unpickled from now on and has the same `mesh_key`."""
+    """From now on, use `mesh` for each `Inner` that is unpickled and whose mesh has the same `mesh_key`."""
     _meshes[mesh_key(mesh)] = mesh
 
 
 def inner_over(key: Hashable, placements: tuple[Any, ...], shape: torch.Size, stride: tuple[int, ...]) -> Inner:
-    """Unpickle an `Inner`, over the mesh that `remember_mesh` last got for `key`."""
+    """Unpickle an `Inner`, over the mesh with this `key` that was last passed to `remember_mesh`."""
     mesh = remembered_mesh(key)
     return Inner(mesh, id(mesh), placements, shape, stride)
 
@@ -160,10 +160,10 @@ def inner_over(key: Hashable, placements: tuple[Any, ...], shape: torch.Size, st
 def remembered_mesh(key: Hashable) -> DeviceMesh:
     """
     Raises:
-        RuntimeError: no model here reads DTensors over such a mesh.
+        RuntimeError: no model of this process reads DTensors over a mesh with this `key`.
     """
     if key not in _meshes:
-        raise RuntimeError(f"a DTensor is over a mesh {key}, and no DTensor that the model reads is.")
+        raise RuntimeError(f"it has a DTensor over the mesh {key}, which is no mesh of the model's parameters.")
     return _meshes[key]
 
 
@@ -172,14 +172,14 @@ class Layout:
     """How the runtime moves a parameter, and how modules read it.
 
     Attributes:
-        shape: the shape of the gathered tensor. If `dim` is 0, this is the shape of the parameter, or of this rank's
-            part of a DTensor. Otherwise a first dimension is added, which counts the shards.
-        dim: the dimension along which the parameter is sharded.
-        inner: if modules read a DTensor, its inner mesh and placements; else None.
-        domain: number of the domain; see [Note: domains].
+        shape: the shape of the all-gathered tensor. If `dim` is 0, it is that of the parameter, or of its local tensor
+            under tensor or expert parallelism. Otherwise it is (number of shards, *shape of a shard).
+        dim: the tensor dimension along which the parameter is sharded.
+        inner: if modules read a DTensor (tensor or expert parallelism), its mesh and placements; else None.
+        domain: number of the parameter's domain, the parameters over one mesh; see [Note: domains].
         dtype: the dtype of gathers; None for the parameter's dtype at the time of the gather.
-        local: whether modules read this rank's part of a DTensor as a plain tensor.
-        is_extended: whether gathers move components in place of the parameter; see gather_extension.py.
+        local: whether modules read the local tensor of a parameter that was a DTensor, as a plain tensor.
+        is_extended: whether other tensors are gathered in place of the parameter; see gather_extension.py.
     """
 
     shape: tuple[int, ...]
@@ -196,15 +196,15 @@ class Layout:
         return self.dim == 0 and self.inner is None and not self.is_extended
 
     def as_read(self, gathered: torch.Tensor) -> torch.Tensor:
-        """Return the parameter that modules read, from the gathered tensor. Dynamo traces this."""
+        """Convert the all-gathered tensor to the parameter that modules read. Dynamo traces this method."""
         return self.as_parameter(self.as_part(gathered))
 
     def as_part(self, gathered: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the parameter (all of it, unless it is a DTensor), from the gathered tensor."""
+        """Convert the all-gathered tensor to the parameter, or to its local tensor if modules read a DTensor."""
         return gathered.movedim(0, self.dim).flatten(self.dim, self.dim + 1) if self.dim > 0 else gathered
 
     def as_parameter(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the parameter that modules read: a DTensor over `part` if there is an inner mesh, else `part`."""
+        """Return the parameter that modules read: if `inner` is given, a DTensor over `part`, else `part` itself."""
         inner = self.inner
         if inner is None:
             return part
@@ -213,7 +213,7 @@ class Layout:
         )
 
     def gathered_grad(self, grad: Any, world: int) -> torch.Tensor:
-        """Convert `grad`, the gradient of `as_read(gathered)`, to that of `gathered`, which `world` ranks shard."""
+        """Convert the gradient of the result of `as_read` to that of its all-gathered argument, of `world` shards."""
         if self.inner is not None:
             if grad.placements != self.inner.placements:  # as the backward of `DTensor.from_local` does
                 grad = grad.redistribute(placements=self.inner.placements)
@@ -224,7 +224,7 @@ class Layout:
 
 
 def part_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor, and any other parameter itself."""
+    """Return the local tensor if `parameter` is a DTensor, else `parameter` itself."""
     return parameter.to_local().contiguous() if isinstance(parameter, DTensor) else parameter
 
 
@@ -240,10 +240,10 @@ def layout_for(
     """Return the layout of `parameter`, which `world` ranks shard.
 
     Args:
-        param_dtype: the dtype of gathers. Parameters that cannot train, such as integers, keep their own.
-        meshes: inner meshes of the model's other parameters. If a program slices one mesh several times, the slices are
-            equal; the model uses the first, so that modules share a class and an artifact finds the mesh.
-        is_extended: gather components in place of the parameter. Tensor subclasses do so in any case.
+        param_dtype: the dtype of gathers. Parameters that cannot train, such as integers, keep their own dtype.
+        meshes: meshes of parameters that were DTensors, each mapped to the first mesh that equals it. A program may
+            slice one mesh several times. With one object for equal slices, modules share a class.
+        is_extended: whether other tensors are gathered in place of the parameter, as always for tensor subclasses.
     """
     part, dim = part_of(parameter.detach()), placement.shard.dim
     shape = tuple(part.shape)
@@ -259,7 +259,7 @@ def layout_for(
 
 
 def local_shard(part: torch.Tensor, dim: int, world: int, rank: int) -> torch.Tensor:
-    """Return the shard of rank `rank`, a view if `part` is a plain tensor. Last shards may be shorter, or empty."""
+    """Return rank `rank`'s shard of `part`, a view if `part` is a plain tensor. Last shards may be shorter or empty."""
     if subclass_of(part) is not None:
         return padded_shard(part, world, rank)
     if part.ndim == 0:
@@ -273,7 +273,7 @@ def mesh_over_hosts(mesh: DeviceMesh) -> DeviceMesh:
     """Return `mesh`, of dimensions (host, gpu), transposed to (gpu, host), over the same process groups.
 
     On the result, `[Shard(0), Shard(0)]` shards a parameter among the GPUs of a host, then each shard among hosts. On
-    `mesh`, the same layout needs `_StridedShard`, from which torch cannot make the full tensor if sizes do not divide.
+    `mesh`, the same layout needs `_StridedShard`, which torch cannot convert to a full tensor if shards differ in size.
     """
     names = mesh.mesh_dim_names or ("host", "gpu")  # torch asks for names here
     return DeviceMesh.from_group(
@@ -287,9 +287,9 @@ def mesh_over_hosts(mesh: DeviceMesh) -> DeviceMesh:
 def as_dtensor(
     parameter: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh, dim: int, over_hosts: bool = False
 ) -> DTensor:
-    """Return the DTensor over `local`, this rank's shard. It is sharded over the last dimension of `mesh`, and over the
-    first of two replicated, or sharded if `over_hosts`. Inner mesh dimensions follow, as under FSDP2. If both shard one
-    tensor dimension, the inner meshes shard it first, so the placement over `mesh` is a `_StridedShard`."""
+    """Return the DTensor over `local`, this rank's shard. The last dimension of `mesh` shards it. The first of two
+    replicates it, or shards it if `over_hosts`. If `parameter` is a DTensor, its mesh dimensions follow, as under
+    FSDP2. If they also shard dimension `dim`, they shard it first, so `mesh` shards it by a `_StridedShard`."""
     shape = parameter.shape
     cut = Shard(dim) if shape else Replicate()
     ours: list[Any] = [cut if over_hosts else Replicate()] * (mesh.ndim - 1) + [cut]
@@ -306,7 +306,7 @@ def as_dtensor(
 
 
 def check_placement(name: str, parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> Exception | None:
-    """Return why `parameter` cannot be sharded over `mesh`, or None. Returned, so that ranks agree first."""
+    """Return an error, for all ranks to raise together, if `parameter` cannot be sharded over `mesh`; else None."""
     where, dim = f"zcompile.shard: parameter '{name}' (rank {dist.get_rank()})", placement.shard.dim
     size = mesh.size(mesh.ndim - 1)
     if subclass_of(parameter) is not None and (refused := check_hooks(name, parameter, mesh, dim)) is not None:
@@ -360,6 +360,6 @@ def is_spread(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -
 
 
 def spread_parameter(unit: nn.Module, placements: Placements, mesh: DeviceMesh) -> str | None:
-    """Return a parameter of `unit` that is not sharded by rows over `mesh`, which units need, by its name; or None."""
+    """Return the name of a parameter of `unit` that is not sharded by rows over `mesh`, as units require; or None."""
     spread = {id(parameter) for parameter, placement in placements if is_spread(parameter, placement, mesh)}
     return next((name for name, parameter in unit.named_parameters() if id(parameter) in spread), None)

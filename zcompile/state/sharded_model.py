@@ -1,18 +1,18 @@
 """The sharded parameters of one model, and its runtime: transport, gathers and reduces.
 
 [Note: leaf and parameter]
-A sharded parameter is two Python objects over one storage. `model.parameters()` yields a DTensor, which optimizers,
+A sharded parameter is two tensor objects over one storage. `model.parameters()` yields a DTensor, which optimizers,
 clipping and checkpoints understand. The module's forward reads a property, which all-gathers the *leaf*: a plain tensor
-over the same memory. Why two: a DTensor as input of a compiled graph costs about 90 us of host time per parameter and
-step, a plain tensor much less. Autograd accumulates into the leaf's `.grad`, and a hook moves the gradient to the
+over the same shard. Why two: as input of a compiled graph, a DTensor costs about 90 us of host time per parameter and
+step, and a plain tensor much less. Autograd accumulates into the leaf's `.grad`, and a hook moves the gradient to the
 DTensor's `.grad`.
 
 [Note: what frees a model]
-When the last reference to a model goes, its shards, runtime and threads are freed without the garbage collector. This
-needs references without a cycle: a module holds its leaves; a leaf holds its `ShardedParameter` and `ShardedModel`;
-these hold DTensors and the runtime. References to leaves and modules are weak, also in the runtime
-(csrc/runtime/param_state.h). An autograd graph holds leaves, so a backward can run after the modules are gone. The hook
-on a leaf holds no reference, because torch's garbage collector cannot traverse post-accumulate hooks.
+When the program drops its last reference to a model, the shards, runtime and threads are freed without Python's
+garbage collector. So references must form no cycle: a module holds its leaves; a leaf holds its `ShardedParameter` and
+`ShardedModel`; these hold the DTensors and the runtime. References back, to leaves and modules, are weak, also in the
+runtime (csrc/runtime/param_state.h). An autograd graph holds leaves, so a backward can run after the modules are freed.
+The hook on a leaf refers to no object, because the garbage collector cannot traverse post-accumulate hooks.
 """
 
 import math
@@ -44,7 +44,7 @@ from zcompile.state.transport_choice import Choice, choose, log
 
 @dataclass
 class Provenance:
-    """Texts for reports: the arguments of `zcompile.shard`, and the origin of the model's compiled code."""
+    """Texts for reports: the arguments of `zcompile.shard`, and the origin of the compiled code (a file or process)."""
 
     shard_options: str = ""
     compiled: str = ""
@@ -61,7 +61,7 @@ class Replays:
 
 
 class ShardedModel:
-    """The shards and the runtime of one model. Each module with a sharded parameter refers to it."""
+    """The shards and the C++ runtime of a model's parameters over one mesh. Modules of these parameters refer to it."""
 
     def __init__(
         self,
@@ -77,11 +77,11 @@ class ShardedModel:
         """
         Args:
             machine: rates and memory of the hardware, from which compiler passes plan transfers.
-            has_units: whether the parameters are those of the model's units ([Note: units] in units/unit.py).
-            domain: number of the domain; see [Note: domains] in placement.py.
-            divisor: divides summed gradients. Default: the number of ranks in the mesh, which gives means.
-            scale_of_means: gradients are means over ranks times this factor; see `gradient_divide_factor`.
-            mesh_of_states: mesh of the main parameters, if they are sharded over hosts, too. Default: `mesh`.
+            has_units: whether the parameters are of units, modules gathered whole; [Note: units] in units/unit.py.
+            domain: number of the domain (the parameters over one mesh); see [Note: domains] in placement.py.
+            divisor: the number that divides summed gradients. Default: the number of ranks in the mesh (means).
+            scale_of_means: gradients are means over ranks times this factor; `gradient_divide_factor` of `shard`.
+            mesh_of_states: mesh of the DTensors that users see, if hosts shard them, too. Default: `mesh`.
         """
         self.domain = domain
         self.scale_of_means = scale_of_means
@@ -121,12 +121,12 @@ class ShardedModel:
         self.agreement: Agreement | None = None  # `program_check`, if ranks with different programs would hang
 
     def local_shard(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this rank's shard of `part`, or this host's part of the shard if hosts divide it (`over_hosts`)."""
+        """Return this rank's shard of `part`; if `over_hosts`, the piece of this shard that the rank's host holds."""
         shard = local_shard(part, dim, self.groups.world, self.groups.rank)
         return local_shard(shard, dim, self.mesh.size(0), self.mesh.get_local_rank(0)) if self.over_hosts else shard
 
     def gather_host_shards(self, held: Container[int]) -> None:
-        """After an optimizer step, start to all-gather over hosts the host shards that the next forward reads.
+        """After an optimizer step, start to all-gather over hosts the parameters that it changed, if hosts shard them.
 
         Args:
             held: ids of the optimizer's parameters.
@@ -144,10 +144,10 @@ class ShardedModel:
         return choose(wanted, self.mesh, self.groups.make_runtime_to_measure)
 
     def use_transport(self, wanted: str) -> None:
-        """Change the transport to `wanted`, one of `zcompile.options.TRANSPORTS`. All ranks must call it.
+        """Change the transport of gathers and reduces to `wanted`, one of TRANSPORTS. All ranks must call this.
 
         Raises:
-            ValueError: `wanted` is not known, or not possible here.
+            ValueError: `wanted` is not known, or not possible on this mesh.
         """
         if self.domain > 0 and self.mesh.device_type == "cuda":
             wanted = "nccl"
@@ -166,8 +166,8 @@ class ShardedModel:
         log.info("zcompile: transport %s: %s", *choice)
 
     def microbatch_cache_limit(self) -> int:
-        """Return the most bytes of parameters that stay unsharded from one microbatch to the next; see
-        `zcompile.options.Settings.microbatch_cache_bytes`. It is 0 for units, and for all domains but the first."""
+        """Return the most bytes of parameters that may stay unsharded from one microbatch to the next; see
+        `zcompile.options.Settings.microbatch_cache_bytes`. It is 0 for units, and for all meshes but the first."""
         if self.domain > 0 or self.are_units:
             return 0
         if self.microbatches.cache_bytes is not None:
@@ -200,18 +200,18 @@ class ShardedModel:
         return [order for order in (self.unit_order, self.block_order) if order is not None]
 
     def close_tables(self) -> None:
-        """Put the DTensors back into modules that keep unsharded parameters from one microbatch to the next."""
+        """Put the DTensors back into the modules that keep unsharded parameters between microbatches."""
         for order in self.orders:
             for unit in order.units:
                 unit.close_tables()
 
     def limit_microbatch_cache(self, microbatch_cache_bytes: int | None) -> None:
-        """Use a compile's option as the limit of the microbatch cache, also for microbatches that have begun."""
+        """Limit the bytes of parameters kept unsharded between microbatches. None: the default of this model."""
         self.microbatches.cache_bytes = microbatch_cache_bytes
         self.runtime.limit_cache(self.microbatch_cache_limit())
 
     def enter_forward(self) -> bool:
-        """Check the model, and copy `requires_grad` of each DTensor, which users set, to its leaf, which Dynamo guards.
+        """Check the model. Copy `requires_grad` from each DTensor, where users set it, to the leaf that Dynamo guards.
 
         Called outside of compiled code, before the outermost forward and before each compiled forward.
 
@@ -239,7 +239,7 @@ class ShardedModel:
         return has_others
 
     def install_leaf(self, sharded: ShardedParameter) -> None:
-        """Let modules read the leaf, and let the runtime notice writes to the parameter."""
+        """Let modules read the leaf of `sharded`, and let the runtime notice writes to its DTensor."""
         self.watch(sharded)
         sharded.install_leaf()
 
@@ -253,8 +253,8 @@ class ShardedModel:
     def refuse_assigned_data(self) -> None:
         """Raise, once for each assignment, if the program has assigned to `.data` of a parameter.
 
-        A DTensor's values are in its local tensor, so an assignment to its `.data` is lost, and the shard is unchanged.
-        After `torch.utils.swap_tensors`, the local tensor is a new one, too: the leaf is replaced without an error.
+        A DTensor's values are in its local tensor. An assignment to the DTensor's `.data` leaves them as they were.
+        `torch.utils.swap_tensors` looks the same here, but also exchanges the local tensor: then the leaf is replaced.
 
         Raises:
             RuntimeError: an assignment was lost; the text names the parameter.
@@ -268,26 +268,26 @@ class ShardedModel:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise RuntimeError(
                 f"zcompile: something assigned to '.data' of parameter '{names[0]}'{more} (rank {dist.get_rank()}). "
-                "That does not reach the values of a DTensor, which are as they were. Copy into the parameter under "
-                "torch.no_grad(), as parameter.copy_(value) does. Code that you cannot change runs inside of "
-                "zcompile.unshard(model, writeback=True)."
+                "This did not change the parameter, which is a DTensor: its values are in its local tensor. Instead, "
+                "call parameter.copy_(value) under torch.no_grad(). If you cannot change the code that assigns, run it "
+                "inside of zcompile.unshard(model, writeback=True)."
             )
 
     def refuse_late_hooks(self) -> None:
         """
         Raises:
-            RuntimeError: a parameter has FSDP2's all-gather hooks, but had none in `zcompile.shard`.
+            RuntimeError: a parameter has FSDP2's all-gather hooks now, and had none at `zcompile.shard`.
         """
         for sharded in (each for model in models_of(self) for each in model.in_modules()):
             if sharded.extension is None and has_hooks(sharded.parameter):
                 raise RuntimeError(
                     f"zcompile: parameter '{sharded.name}' has got {PRE} after zcompile.shard (rank {dist.get_rank()}) "
-                    "and would be gathered without it. Let the class of the parameter have both hooks, before shard."
+                    "and would be gathered without it. Define both hooks in its class before you call zcompile.shard."
                 )
 
     def follow_storage(self, sharded: ShardedParameter) -> bool:
-        """Make a new leaf if the DTensor's storage was exchanged, as by `module.to()` or
-        `load_state_dict(assign=True)`. Return whether it was."""
+        """Make a new leaf if the DTensor's storage was exchanged, as `module.to()` and
+        `load_state_dict(assign=True)` do. Return whether it was exchanged."""
         local = sharded.local()
         if sharded.has_leaf_of(local):
             return False
@@ -304,19 +304,19 @@ class ShardedModel:
 
 
 def models_of(state: ShardedModel) -> list[ShardedModel]:
-    """Return `state`, then the ShardedModel of its units, then one for each other mesh that shards its parameters."""
+    """Return `state`, then the ShardedModel of the model's units, then those of its parameters over other meshes."""
     return [state, *([state.units] if state.units is not None else ()), *state.others]
 
 
 def install_leaves(state: ShardedModel) -> None:
-    """Let modules read the leaf of each parameter of `state`, of its units and of its other domains."""
+    """Let modules read the leaves (plain tensors over shards) of all parameters of the model, over all its meshes."""
     for each in models_of(state):
         for sharded in each.parameters.values():
             each.install_leaf(sharded)
 
 
 def state_of(model: nn.Module) -> ShardedModel:
-    """Return the ShardedModel of `model`. The one of its units is the attribute `units`.
+    """Return the ShardedModel of `model`. Its attribute `units` is the ShardedModel of the units of `model`.
 
     Raises:
         RuntimeError: `model` is not sharded.
@@ -324,8 +324,8 @@ def state_of(model: nn.Module) -> ShardedModel:
     found = [module.__dict__[STATE] for module in model.modules() if STATE in module.__dict__]
     if not found:
         raise RuntimeError(
-            "this model has no sharded parameter: call zcompile.shard(model) first. If it is a DeepSpeed engine with "
-            "the flag: it has not run yet, or trains in eager ZeRO-3, and a warning said why."
+            "this model has no sharded parameter: call zcompile.shard(model) first. A DeepSpeed engine with zcompile "
+            "in its config is sharded when it first runs, unless a warning says that it trains in eager ZeRO-3."
         )
     state: ShardedModel = next((each for each in found if each.units is not None), found[0])
     return state

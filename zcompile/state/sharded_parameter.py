@@ -1,4 +1,4 @@
-"""One sharded parameter: its DTensor, its leaf, and the hooks that move a gradient from the leaf to the DTensor.
+"""One sharded parameter: its DTensor, its leaf (plain tensor), and the hooks that move a gradient to the DTensor.
 
 See [Note: leaf and parameter] in sharded_model.py.
 """
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 
 class OnHost(NamedTuple):
-    """A main parameter in host memory; see [Note: main parameters in host memory] in training/main_parameters.py."""
+    """A shard kept in host memory; see [Note: main parameters in host memory] in training/main_parameters.py."""
 
     main: torch.Tensor  # on the CPU
-    narrow: torch.Tensor  # copy on the device in the dtype of gathers, which read it
+    narrow: torch.Tensor  # low-precision copy on the device, which all-gathers read
 
 
 @dataclass(eq=False)
 class ShardedParameter:
-    """One parameter of a sharded model, and the state with which modules read it and gradients reach it."""
+    """One parameter of a sharded model, with the state for its reads by modules and for its gradients."""
 
     name: str
     index: int
@@ -64,12 +64,12 @@ class ShardedParameter:
 
     @property
     def owners(self) -> list[tuple[nn.Module, str]]:
-        """(module, attribute) of each module that has the parameter; several if it is tied."""
+        """(module, attribute) of each module that has the parameter; several if the parameter is tied."""
         owners = ((reference(), attribute) for reference, attribute in self.owner_references)
         return [(module, attribute) for module, attribute in owners if module is not None]
 
     def add_owner(self, module: nn.Module, attribute: str, leaf: nn.Parameter) -> None:
-        """Register `module`, which reads the parameter as `attribute`, and let it hold the leaf."""
+        """Register `module`, which reads the parameter as `attribute`, and let the module hold the leaf."""
         self.owner_references.append((weakref.ref(module), attribute))
         module.__dict__[LEAF + attribute] = leaf
 
@@ -85,7 +85,7 @@ class ShardedParameter:
 
     @property
     def of_subclass(self) -> SubclassGather | None:
-        """Its `extension` if it is a tensor subclass with FSDP2's all-gather hooks."""
+        """The `extension` if the parameter is a tensor subclass with FSDP2's all-gather hooks; else None."""
         return self.extension if isinstance(self.extension, SubclassGather) else None
 
     @property
@@ -104,11 +104,11 @@ class ShardedParameter:
             return cast(DTensor, self.parameter).to_local()
 
     def main_params(self) -> list[torch.Tensor]:
-        """Return the tensors through which users may write to the shard, so that the runtime watches their versions."""
+        """Return the tensors by which users may write to the shard, whose version counters the runtime compares."""
         return [self.parameter, self.local()]
 
     def has_leaf_of(self, local: torch.Tensor) -> bool:
-        """Whether the leaf has the memory of the local tensor `local`, which the program may have exchanged."""
+        """Whether the leaf shares memory with `local`, the DTensor's local tensor, which programs may exchange."""
         if (hooks := self.of_subclass) is not None:
             return part_held_by(self.parameter) is hooks.local
         return local.untyped_storage().data_ptr() == self.leaf.untyped_storage().data_ptr() and local.numel() > 0
@@ -117,7 +117,7 @@ class ShardedParameter:
         """Make a leaf over the local tensor `local`.
 
         Raises:
-            RuntimeError: the parameter was a tensor subclass, and now has another class.
+            RuntimeError: the parameter was a tensor subclass, and its new local tensor is of another class.
         """
         if (hooks := self.of_subclass) is not None:
             local = part_held_by(self.parameter)
@@ -157,15 +157,15 @@ class ShardedParameter:
             vars(self.parameter).pop(name, None)
 
     def set_requires_grad(self, requires_grad: bool = True) -> nn.Parameter:
-        """Replace the DTensor's `requires_grad_`, to set the flag of the leaf, too, on which compiled graphs guard."""
+        """Stand in for the DTensor's `requires_grad_`. Also set the flag of the leaf, which compiled graphs guard."""
         self.leaf.requires_grad = self.parameter.requires_grad = requires_grad
         return self.parameter
 
     def full_tensor(self, *, grad_placements: Any = None, scale: float) -> torch.Tensor:
-        """Replace the DTensor's `full_tensor`, so that its gradient is the mean over ranks, as for reads in a forward.
+        """Stand in for the DTensor's `full_tensor`: average gradients over ranks, as for reads in a forward.
 
-        Why: by default, DTensor assumes that all ranks have the same gradient. If the loss is over each rank's own
-        batch, each shard would then get its own rank's gradient only, as under FSDP2.
+        Why: by default, DTensor assumes that all ranks have the same gradient. If each rank has a loss over its own
+        batch, each shard would then get the gradient of its own rank only, as under FSDP2.
         """
         parameter = cast(DTensor, self.parameter)
         means = [Partial("avg")] * parameter.device_mesh.ndim
@@ -178,10 +178,10 @@ class ShardedParameter:
         """Add the gradient of `leaf` to the DTensor's `.grad`. Autograd calls this as the leaf's post-accumulate hook.
 
         Args:
-            is_late: the gradient is from earlier backwards, so it counts even if the parameter is frozen by now.
+            is_late: whether the gradient is of earlier backwards. It counts even if the parameter is frozen by now.
 
         Raises:
-            RuntimeError: the program replaced the parameter, or a hook would see a gradient that is not reduced.
+            RuntimeError: the program replaced the parameter, or a hook would see a gradient not summed over replicas.
         """
         grad, leaf.grad = leaf.grad, None
         if grad is None:  # a compiled graph that found the parameter to have no effect
@@ -201,8 +201,8 @@ class ShardedParameter:
             if microbatches.deferred is Deferred.REPLICAS:
                 raise RuntimeError(
                     f"zcompile: parameter '{self.name}' has a hook (register_hook), which must see the reduced "
-                    "gradient. Inside of zcompile.accumulate(reduce='shards') there is none before the block ends: use "
-                    f"zcompile.accumulate(reduce='each') (rank {dist.get_rank()})."
+                    f"gradient (rank {dist.get_rank()}). With zcompile.accumulate(reduce='shards'), gradients are "
+                    "fully reduced only when the block ends. Use zcompile.accumulate(reduce='each')."
                 )
             grad = run_grad_hooks(self.name, parameter, self.without_base(grad))
         dtensor_grad: Any = parameter.grad
@@ -219,10 +219,10 @@ class ShardedParameter:
             self.let_reduce_add_to(dtensor_grad._local_tensor, parameter)
 
     def defer_grad(self, zeros: torch.Tensor) -> None:
-        """Keep this rank's gradient in `unreduced`, and set `.grad` to ones until the block's end reduces the sum.
+        """Add this rank's gradient to `unreduced`. Keep `.grad` at ones until the `accumulate` block ends.
 
-        The reduced sum is multiplied by `.grad`. So a program that scales `.grad`, such as a pipeline schedule that
-        divides by the number of microbatches, scales the sum. Setting `.grad` to None drops the gradients so far.
+        Its end reduces the sum `unreduced`, and multiplies the result by `.grad`. So a program that scales `.grad`,
+        as pipeline schedules do, scales the sum. A program that sets `.grad` to None drops the gradients so far.
 
         Raises:
             RuntimeError: `.grad` was changed in place between two backwards, which would scale later gradients, too.
@@ -240,14 +240,14 @@ class ShardedParameter:
         elif parameter.grad._version != self.factor_version:
             raise RuntimeError(
                 f"zcompile: .grad of parameter '{self.name}' was changed in place between two backwards inside of "
-                f"zcompile.accumulate(reduce='last') (rank {dist.get_rank()}). Change it after the last backward, and "
-                "drop gradients by zero_grad(set_to_none=True)."
+                f"zcompile.accumulate(reduce='last') (rank {dist.get_rank()}). Change .grad after the last backward; "
+                "to drop gradients earlier, call zero_grad(set_to_none=True)."
             )
         if grad is not None:
             self.unreduced = grad if self.unreduced is None else self.unreduced.add_(grad)
 
     def drop_if_zeroed(self) -> None:
-        """Drop the sum of gradients and the `.grad` from before it, if the program has set `.grad` to None."""
+        """If the program has set `.grad` to None, drop the deferred gradients, and the `.grad` from before them."""
         if self.has_deferred and self.parameter.grad is None:
             self.forget_deferred()
 
@@ -265,7 +265,7 @@ class ShardedParameter:
         return total.add_(rest)
 
     def add_to_earlier(self, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Add gradients of the DTensor itself, such as of a penalty, to `earlier_grad` instead of the factor."""
+        """Autograd prehook: add a gradient of the DTensor itself to `earlier_grad`: `.grad` is a factor now."""
         self.drop_if_zeroed()
         if not self.has_deferred:
             return grads
@@ -276,13 +276,13 @@ class ShardedParameter:
         return (torch.zeros_like(grads[0]),)
 
     def note_added_zeros(self, *_: Any) -> None:
-        """Accept the factor's new version, after autograd has added the zeros of `add_to_earlier`."""
+        """Accept the new version counter of `.grad`, after autograd has added the zeros of `add_to_earlier`."""
         factor: Any = self.parameter.grad
         if self.has_deferred and self.factor_version == -1:
             self.factor_version = factor._version
 
     def take_deferred(self) -> torch.Tensor | None:
-        """Return the factor of the deferred sum, or None. `.grad` becomes the earlier gradient times the factor."""
+        """Return `.grad`, the factor of the deferred sum, or None. Set `.grad` to `earlier_grad` times the factor."""
         parameter: Any = self.parameter
         if not self.has_deferred:
             return None
@@ -294,26 +294,26 @@ class ShardedParameter:
         return cast(torch.Tensor, factor._local_tensor)
 
     def without_base(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return `grad` less the base from which its reduce began; see `add_grad`."""
+        """Return `grad` less the earlier gradient from which its reduce began its sum; see `add_grad`."""
         base = self.state.runtime.take_base(self.index) if self.state.microbatches.accumulates else None
         return grad if base is None else grad.sub_(base)
 
     def let_reduce_add_to(self, accumulated: torch.Tensor, owner: nn.Parameter | None = None) -> None:
-        """In `zcompile.accumulate`, let the next reduce add to `accumulated` if it still is the grad of `owner`."""
+        """In `zcompile.accumulate`, let the next reduce begin its sum with `accumulated`, if still `owner.grad`."""
         state = self.state
         if state.microbatches.accumulates and not state.are_units:
             state.runtime.accumulate_onto(self.index, accumulated, owner=owner)
 
     def let_reduce_begin_anew(self) -> None:
-        """Undo `let_reduce_add_to`: the next reduce adds to nothing."""
+        """Undo `let_reduce_add_to`: the next reduce begins with zero."""
         if self.state.microbatches.accumulates:
             self.state.runtime.accumulate_onto(self.index, torch.empty(0))  # which nothing holds
 
     def add_grad(self, accumulated: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
         """Return the sum of `accumulated`, the gradient of earlier microbatches, and `grad`, the result of a reduce.
 
-        In `zcompile.accumulate`, a reduce may start from the gradient that has accumulated: `grad` has it already.
-        If a hook, or a backward inside of this one, has changed the gradient since, the change is added.
+        In `zcompile.accumulate`, a reduce may begin its sum with the accumulated gradient; then `grad` contains it.
+        If a hook or a nested backward has changed the accumulated gradient since, the change is added to `grad`.
         """
         state = self.state
         if not state.microbatches.accumulates:
@@ -336,7 +336,7 @@ class ShardedParameter:
 
 
 class _Attributes(dict[str, Any]):
-    """The `__dict__` of a DTensor. Copies and pickles leave out its replaced methods and its link to the model."""
+    """The `__dict__` of a parameter's DTensor. Copies and pickles leave out the entries that zcompile has added."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         others = ((name, value) for name, value in self.items() if name not in (*ShardedParameter.methods, SHARDED))
@@ -361,7 +361,7 @@ def model_of(leaf: object) -> "ShardedModel | None":
 
 
 def _deliver(leaf: torch.Tensor) -> None:
-    """Be the post-accumulate hook of every leaf. It holds no reference; see [Note: what frees a model]."""
+    """Post-accumulate hook of all leaves, which moves gradients. No closure, because of [Note: what frees a model]."""
     sharded: ShardedParameter = getattr(leaf, PARAMETER)
     sharded.post_accumulate_grad(leaf)
 
@@ -369,8 +369,8 @@ def _deliver(leaf: torch.Tensor) -> None:
 def _standing_in(sharded: ShardedParameter, method: Any, call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that replaces a DTensor's method and calls `call(sharded, ...)`.
 
-    It refers to `sharded` weakly, so that it keeps no model alive. It has no weak reference to the DTensor, because
-    `torch.utils.swap_tensors` refuses tensors with weak references.
+    The function refers to `sharded` weakly, so that it keeps no model alive. It has no weak reference to the DTensor,
+    because `torch.utils.swap_tensors` refuses tensors with weak references.
     """
     reference, name = weakref.ref(sharded), method.__name__
 
@@ -378,7 +378,7 @@ def _standing_in(sharded: ShardedParameter, method: Any, call: Callable[..., Any
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         sharded = reference()
         if sharded is None:
-            raise RuntimeError(f"zcompile: {name} of a parameter whose model was freed, or has another one now.")
+            raise RuntimeError(f"zcompile: {name} needs a parameter in model.parameters(); this one's model is gone.")
         return call(sharded, *args, **kwargs)
 
     return stand_in

@@ -8,28 +8,28 @@ from zcompile.state.sharded_model import models_of, state_of
 
 
 def stats(model: nn.Module) -> dict[str, Any]:
-    """Return counts of the transfers of `model` since `zcompile.shard` or the last `reset_stats`, and its memory.
+    """Return counts of this rank's transfers of `model` since `zcompile.shard` or `reset_stats`, and memory in use.
 
     Returns:
-        gathered_bytes, reduced_bytes: dtype name -> bytes of unsharded tensors moved on this rank.
-        replica_bytes: on a 2-D mesh, bytes of gradient shards that this rank received from its replicas, or from other
-            hosts.
+        gathered_bytes, reduced_bytes: dtype name -> bytes of the unsharded tensors that this rank all-gathered, and of
+            the unsharded gradients that it reduce-scattered.
+        replica_bytes: on a 2-D mesh, bytes of gradients that this rank received from its replicas, or from other hosts.
         host_shard_bytes: with `states="global"`, bytes of parameters that this rank received from other hosts.
-        gathers, reduces: number of calls.
-        domain_bytes: gathered plus reduced bytes of each domain (the parameters over one mesh). The mesh of
+        gathers, reduces: number of tensors all-gathered, and of gradients reduced. A bucket of five tensors counts 5.
+        domain_bytes: for each mesh that shards parameters, the sum of gathered and reduced bytes. The mesh of
             `zcompile.shard` is the first. Others come in the order of their first parameters.
-        peak_unsharded_bytes: peak bytes of gathered tensors. Memory that compiled code reuses for
-            activations counts until it is freed.
-        state_bytes_on_host, state_bytes_on_device: with `fuse_optimizer(offload=...)`, bytes of this rank's main
-            parameters that train and of their moments, by where they lie. Copies in the dtype of gathers do not count.
+        peak_unsharded_bytes: peak bytes of unsharded parameters. If compiled code reuses their memory for
+            activations, this memory counts until it is freed.
+        state_bytes_on_host, state_bytes_on_device: with `fuse_optimizer(offload=...)`, bytes of this rank's trainable
+            shards and their moments, in host and in device memory. Low-precision copies for all-gathers do not count.
         transport: the name of the transport.
-        transport_reason: why it was chosen.
-        transport_bytes: device memory that the transport holds, which torch's allocator does not count.
-        cuda_graphs: of compiled code with the option `cuda_graphs`: how many "graphs" were captured, the bytes of
-            device memory that they added to the pool of all graphs ("pool_bytes"), how many "replays" ran, and how many
-            calls ran "uncaptured", by the reason. Counts the first domain only.
+        transport_reason: why this transport was chosen.
+        transport_bytes: device memory that the transport allocated outside of torch's allocator.
+        cuda_graphs: with the option `cuda_graphs`, a dictionary: the number of captured "graphs", the bytes that
+            captures added to the memory pool that the graphs share ("pool_bytes"), the number of "replays", and
+            "uncaptured": reason -> calls of compiled code that ran without a graph. Counts the first mesh only.
         compiled: the origin of compiled code, and why: "loaded from ...", "loaded: rank 0 compiled it ...",
-            "compiled by this process: ..."; "" if none ran yet.
+            "compiled by this process: ..."; "" if no compiled code has run.
 
     Raises:
         RuntimeError: `model` is not sharded.
@@ -53,7 +53,7 @@ def stats(model: nn.Module) -> dict[str, Any]:
 
 
 def reset_stats(model: nn.Module) -> None:
-    """Set every counter of `stats(model)` to zero.
+    """Set to zero the counts in `stats(model)`: transfers, peak bytes, CUDA graph replays and uncaptured calls.
 
     Raises:
         RuntimeError: `model` is not sharded.

@@ -36,13 +36,13 @@ class Choice(NamedTuple):
 
 
 def choose(wanted: str, mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) -> Choice:
-    """Choose the transport for `wanted`, one of TRANSPORTS. A collective call with one result on all ranks of `mesh`.
+    """Choose the transport that `wanted`, one of TRANSPORTS, asks for. A collective call; all ranks choose the same.
 
     Args:
-        make_runtime: makes an empty model over the same process groups, on which "auto" measures.
+        make_runtime: makes an empty runtime over the process groups of `mesh`, with which "auto" measures transfers.
 
     Raises:
-        ValueError: `wanted` is not known, or is not possible for this mesh; the reason is in the text.
+        ValueError: `wanted` is not known, or is not possible for this mesh; the text has the reason.
     """
     if wanted not in TRANSPORTS:
         raise ValueError(f"zcompile: transport must be one of {', '.join(TRANSPORTS)}, not {wanted!r}.")
@@ -59,7 +59,7 @@ def choose(wanted: str, mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) 
 
 
 def _obstacle_to_p2p(mesh: DeviceMesh) -> str:
-    """Return why ranks cannot read each other's GPU memory, or "" if they can. The same on all ranks of `mesh`."""
+    """Return why ranks cannot read each other's GPU memory, or "" if they can. All ranks of `mesh` return the same."""
     group = shard_group_of(mesh)
     if mesh.device_type != "cuda":
         return f"the model is on {mesh.device_type}"
@@ -98,7 +98,7 @@ def _namespaces() -> tuple[str, ...]:
 
 
 def _faster(mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) -> Choice:
-    """Return the faster transport, from cached times or a measurement. If peer to peer fails in it, return NCCL."""
+    """Return the faster of NCCL and peer to peer, from cached or new times; NCCL if measuring peer to peer fails."""
     group = shard_group_of(mesh)
     device = f"{torch.cuda.get_device_name()} x{group.size()}"
     key = f"{device}, torch {torch.__version__}, cuda {torch.version.cuda}, wire {_SPEED_VERSION}"
@@ -121,9 +121,9 @@ def _faster(mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) -> Choice:
 
 
 def _measure(make_runtime: Callable[[], _C.Model], device: str) -> tuple[dict[str, float], str]:
-    """Time gathers by each transport while matmuls run.
+    """Time all-gathers over NCCL and peer to peer, while matmuls run.
 
-    Why with matmuls: NCCL's kernels take SMs from them, which slows a training step even if the gathers are as fast.
+    Why with matmuls: NCCL's kernels take SMs from them, which slows a step even if the gathers take equally long.
 
     Returns:
         Transport -> median microseconds until all gathers and matmuls are done; and the error of peer to peer, or "".
@@ -161,13 +161,13 @@ def _measure(make_runtime: Callable[[], _C.Model], device: str) -> tuple[dict[st
 
 
 def _cache_file() -> Path | None:
-    """Return the file of measured times; None for a user without a home directory."""
+    """Return the path of the file of measured times; None for a user without a home directory."""
     folder = cache_folder()
     return None if folder is None else folder / "transport.json"
 
 
 def _read_cache() -> dict[str, dict[str, float]]:
-    """Return times that were measured earlier, by machine and versions, without damaged entries."""
+    """Return machine and versions -> times that an earlier `_measure` returned, without damaged entries."""
     file = _cache_file()
     try:
         known = json.loads(file.read_text()) if file else {}
@@ -177,7 +177,7 @@ def _read_cache() -> dict[str, dict[str, float]]:
 
 
 def _are_times(times: Any) -> bool:
-    """Whether `times` has finite microseconds of both transports, as `_measure` returns them."""
+    """Whether `times` maps both transports to finite microseconds, as results of `_measure` do."""
     return (
         isinstance(times, dict)
         and times.keys() == {"nccl", "p2p"}

@@ -1,6 +1,6 @@
-"""Users' hooks on the DTensors in `model.parameters()`, and for tensors that autograd saves.
+"""Calls users' gradient hooks on the DTensors in `model.parameters()`, and detects users' saved-tensor hooks.
 
-Autograd accumulates into leaves, so it calls no hook of a DTensor. `ShardedParameter.post_accumulate_grad` calls them.
+Autograd accumulates into leaves (plain tensors over shards), so it calls no hook of a DTensor. A leaf's hook does.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 
 def carry_hooks(original: nn.Parameter, parameter: nn.Parameter) -> None:
-    """Share the hooks of `original` with `parameter`. Handles of these hooks still remove them."""
+    """Let `parameter`, which replaces `original`, share its gradient hooks. Users' handles still remove these hooks."""
     for attribute in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(original, attribute)
         if hooks:
@@ -19,13 +19,13 @@ def carry_hooks(original: nn.Parameter, parameter: nn.Parameter) -> None:
 
 
 def run_grad_hooks(name: str, parameter: Any, grad: torch.Tensor) -> torch.Tensor:
-    """Call the hooks of `parameter.register_hook` on a gradient. Return the gradient that is to accumulate.
+    """Call the hooks that users registered by `parameter.register_hook`. Return the gradient to be accumulated.
 
     Args:
-        grad: this rank's shard of the gradient of this backward alone. Hooks get it as a DTensor.
+        grad: this rank's shard of the current backward's gradient. Hooks get it as a DTensor.
 
     Raises:
-        RuntimeError: a hook returns something that is not a DTensor of the gradient's shape and placements.
+        RuntimeError: a hook returns neither None nor a DTensor of the gradient's shape, dtype and placements.
     """
     dtensor = DTensor(grad, parameter._spec, requires_grad=False)
     for hook in list(parameter._backward_hooks.values()):
@@ -46,10 +46,10 @@ def run_grad_hooks(name: str, parameter: Any, grad: torch.Tensor) -> torch.Tenso
 
 
 def run_post_accumulate_hooks(name: str, parameter: Any) -> None:
-    """Call the hooks of `parameter.register_post_accumulate_grad_hook`; its `.grad` is set.
+    """Call the hooks that users registered by `parameter.register_post_accumulate_grad_hook`, after `.grad` is set.
 
     Raises:
-        RuntimeError: a hook returns something.
+        RuntimeError: a hook returns something other than None.
     """
     for hook in list(parameter._post_accumulate_grad_hooks.values()):
         if hook(parameter) is not None:
@@ -65,5 +65,5 @@ def _describe(value: Any) -> str:
 
 
 def saves_by_hooks() -> bool:
-    """Whether saved-tensor hooks, as of `save_on_cpu` or a checkpoint, apply to tensors that autograd saves here."""
+    """Whether saved-tensor hooks, as of `save_on_cpu` or checkpointing, apply to tensors that autograd saves now."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
