@@ -1,1 +1,1 @@
-"""Measures this machine: rates of kernels and transfers, kept in a file, for plans and predictions."""
+"""Measures the rates of this machine, by which passes plan transfers: of kernels, and of transfers between ranks."""

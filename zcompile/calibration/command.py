@@ -1,4 +1,4 @@
-"""`zcompile calibrate`: measures the rates of this machine for plans and predictions."""
+"""`zcompile calibrate`: measures the rates of this machine, by which passes plan transfers."""
 
 import argparse
 import os
@@ -21,22 +21,22 @@ TIMEOUT_S = 300.0
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and save the rates, and print them beside the shipped table. Returns the exit code: 1 if a rank failed.
+    """Measure and save this machine's rates, and print them beside the shipped ones. Return the process's exit code.
 
     Raises:
-        BadInput: there are more ranks than GPUs, or the file cannot be written.
+        BadInput: the user asks for more ranks than there are GPUs, or the file cannot be written.
     """
     if "RANK" in os.environ:
         return _measure(arguments.output)
     gpus = torch.cuda.device_count()
     ranks = arguments.ranks or gpus or 2
     if gpus and ranks > gpus:
-        raise BadInput(f"{ranks} ranks need as many GPUs, and there are {gpus}")
+        raise BadInput(f"--ranks {ranks} is more than the {gpus} GPUs of this machine")
     return start_ranks(ranks, arguments.output)
 
 
 def start_ranks(ranks: int, output: Path | None) -> int:
-    """Start ranks that measure this machine and write `output`, by default in the cache. Returns the exit code."""
+    """Start `ranks` processes that measure this machine and write `output` (None: the cache). Return the exit code."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [*launch, "-m", "zcompile", "calibrate", *(["--output", str(output)] if output else [])]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as torchrun sets it in training
@@ -58,7 +58,7 @@ def start_ranks(ranks: int, output: Path | None) -> int:
 
 
 def _measure(output: Path | None) -> int:
-    """Measure as one rank of several. Rank 0 writes and prints the calibration."""
+    """Measure the machine, as one of its ranks. Rank 0 writes and prints the measured rates."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else None
     if device is not None:
@@ -79,7 +79,7 @@ def _measure(output: Path | None) -> int:
 
 
 def describe(calibration: Calibration) -> str:
-    """Return a table of text: for each rate the shipped figure, the measured one, and the one that plans use."""
+    """Return a table as text: for each rate, the shipped value, the measured value, and the one that passes use."""
     shipped = calibration.shipped
     rows = [
         (name, *(f"{figure / unit:.3g}" for figure in figures))
@@ -96,7 +96,7 @@ def describe(calibration: Calibration) -> str:
 def _figures(
     measured: Calibration, shipped: Hardware, taken: Hardware
 ) -> Iterator[tuple[str, float, float, float, float]]:
-    """Yield (name, size of the unit, shipped figure, measured figure, figure for plans) of each rate."""
+    """Yield (name, size of the printed unit, shipped value, measured value, value that plans use) of each rate."""
     for dtype_name, rate in measured.matmul_flops_s:
         dtype = getattr(torch, dtype_name)
         yield f"{dtype_name} matmuls, Tflop/s", 1e12, shipped.matmul_rate(dtype), rate, taken.matmul_rate(dtype)

@@ -1,7 +1,7 @@
-"""Agrees on the machine for which the ranks of a mesh plan: one table of rates, and one size of memory.
+"""Makes the ranks of a mesh agree on the hardware for which passes plan transfers: table of rates, and memory size.
 
 Ranks may have different devices, or different calibration files in their home directories, but must make the same plan.
-So each rank reports its own machine, and all ranks use the table of the first rank and the least memory.
+So each rank reports its own hardware, and all ranks use the rates of the first rank and the least memory of any rank.
 """
 
 import functools
@@ -28,7 +28,7 @@ _warn_once = functools.cache(log.warning)
 
 @dataclass(frozen=True)
 class LocalMachine:
-    """The machine of one rank, as the rank reports it to the others."""
+    """The hardware of one rank, as this rank reports it to the other ranks."""
 
     device: str  # name of the device
     calibration: str  # of the device, as JSON; "" if there is none
@@ -39,13 +39,13 @@ class LocalMachine:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine for which all ranks of a mesh plan."""
+    """The hardware for which compiler passes plan transfers, the same on all ranks of a mesh."""
 
     hardware: Hardware  # the table for plans; see `tables_of`
     measured: Hardware  # the table for predictions
-    # Memory of a rank: the least of all ranks, rounded down to a power of two (80 GB become 64 GiB), because equal
-    # machines differ a little. It is total memory, because free memory differs from run to run, and another plan would
-    # miss every cache.
+    # The total memory of the rank with the least, rounded down to a power of two (80 GB become 64 GiB), so that almost
+    # equal machines give the same plan. Not free memory: this differs from run to run, and so would the plans, whose
+    # compiled graphs would then not be found in caches.
     memory_bytes: int
 
 
@@ -69,7 +69,7 @@ def local_machine(mesh: DeviceMesh) -> LocalMachine:
 
 
 def common_machine(mesh: DeviceMesh, reports: Sequence[LocalMachine]) -> Machine:
-    """Return the machine to plan for. `reports` has one report per rank of `mesh`, in the same order on all ranks."""
+    """Return the hardware for which passes plan transfers, from one report per rank, in the same order on all ranks."""
     first, on_gpu = reports[0], mesh.device_type == "cuda"
     if first.notice and mesh.get_rank() == mesh.mesh.flatten().tolist()[0]:
         _warn_once("zcompile: %s", first.notice)
@@ -82,10 +82,10 @@ def common_machine(mesh: DeviceMesh, reports: Sequence[LocalMachine]) -> Machine
 
 
 def least_share(ranks: list[tuple[str, int, int]]) -> int:
-    """Return the least memory of a rank, bytes, rounded down to a power of two.
+    """Return the bytes of memory of the rank with the least memory, rounded down to a power of two.
 
     Args:
-        ranks: `LocalMachine.memory` of each rank. Memory is divided by the number of ranks that share it.
+        ranks: `LocalMachine.memory` of each rank. The ranks of a host or GPU get equal shares of its memory.
     """
     sharing = Counter(place for place, _, _ in ranks)
     least = min(total_bytes // max(sharing[place], others) for place, total_bytes, others in ranks)
@@ -93,5 +93,5 @@ def least_share(ranks: list[tuple[str, int, int]]) -> int:
 
 
 def machine_of(mesh: DeviceMesh) -> Machine:
-    """Return the machine to plan for. A collective call over all ranks of `mesh`."""
+    """Return the hardware for which passes plan transfers. A collective call over all ranks of `mesh`."""
     return common_machine(mesh, all_gather_over_mesh(mesh, local_machine(mesh)))

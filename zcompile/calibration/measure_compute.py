@@ -1,4 +1,4 @@
-"""Measures the rates of this machine's kernels: matmuls, attention, memory, AdamW, launches. One rank, 5 to 14 s."""
+"""Measures the speed of kernels on one device, in 5 to 14 s: matmuls, attention, memory, AdamW, launches."""
 
 import itertools
 import time
@@ -52,7 +52,7 @@ KERNELS = {
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, calls: int | None = None) -> float:
-    """Return the median seconds of one call, over ROUNDS rounds of `calls` calls in a row. On a GPU: device time."""
+    """Return the seconds of one `call()` (on a GPU: device time), the median over ROUNDS rounds of `calls` calls."""
     call()
     if calls is None:
         once_s = max(_round_s(call, device, 1), 1e-7)
@@ -84,14 +84,14 @@ def _round_s(call: Callable[[], object], device: torch.device, calls: int) -> fl
 
 
 def hold_device(host_s: float) -> None:
-    """Let the device wait while the host issues the next kernels, which takes it `host_s` seconds."""
+    """Let the GPU wait while the host launches the next kernels, for which the host needs `host_s` seconds."""
     torch.cuda._sleep(int(min(MOST_AHEAD_S, 1e-3 + 1.5 * host_s) * CYCLES_S))
 
 
 def measure_compute(device: torch.device) -> dict[str, Any]:
-    """Measure the rates of `device`, after `warm_up`. Returns fields of `zcompile.calibration.results.Calibration`.
+    """Measure the kernels of `device`, after `warm_up`. Return fields of `zcompile.calibration.results.Calibration`.
 
-    Kernels that the device lacks, such as fp8 on an older GPU, are left out.
+    Kernels that the device does not have, such as fp8 matmuls on an older GPU, are left out.
     """
     on_gpu = device.type == "cuda"
     sizes, dtypes = (GPU_SIZES, GPU_DTYPES) if on_gpu else (CPU_SIZES, CPU_DTYPES)
@@ -114,7 +114,7 @@ def measure_compute(device: torch.device) -> dict[str, Any]:
 
 
 def warm_up(device: torch.device) -> None:
-    """Run matmuls for WARM_UP_S on a GPU, so that its power limit sets its clock, as in a training step."""
+    """Run matmuls on a GPU for WARM_UP_S seconds, until its power limit lowers its clock, as in a training step."""
     if device.type != "cuda":
         return
     product = square_product(device, torch.float16, GPU_SIZES.products[-1])
@@ -125,7 +125,7 @@ def warm_up(device: torch.device) -> None:
 
 
 def pace_s(device: torch.device) -> float:
-    """Return the seconds of one matmul. On a machine that runs evenly, all calls return the same. Takes about 0.3 s."""
+    """Return the seconds of one fp32 matmul. If results vary, the machine's speed varied. A call takes about 0.3 s."""
     n = (GPU_SIZES if device.type == "cuda" else CPU_SIZES).products[1]
     return seconds_of(square_product(device, torch.float32, n), device)
 
@@ -138,10 +138,10 @@ def _if_possible(measure: Callable[[], T]) -> T | None:
 
 
 def _matmul_rate(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
-    """Return operations per second, the median over sizes.
+    """Return the operations per second of matmuls of `dtype`, the median over `sizes.products`.
 
-    In a training step, operands are seldom in a cache. So on CPUs, where this costs a fifth of the rate, operands take
-    turns; on GPUs, the cost was not measured.
+    In a training step, operands are seldom in the CPU's caches, which costs a fifth of the speed. So on CPUs, each call
+    uses another of several copies of the operands. On GPUs, this cost was not measured, and there is one copy.
     """
 
     def seconds(n: int) -> float:
@@ -153,7 +153,7 @@ def _matmul_rate(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> floa
 
 
 def square_product(device: torch.device, dtype: torch.dtype, n: int) -> Callable[[], object]:
-    """Return a function that runs a matmul [n, n] x [n, n] of `dtype`."""
+    """Return a function that runs one matmul [n, n] x [n, n] of `dtype` on `device`."""
     if dtype is torch.int8:
         a, b = (torch.randint(-8, 8, (n, n), device=device, dtype=dtype) for _ in range(2))
         return partial(torch._int_mm, a, b.t())  # the layout of the weight of a linear layer; others are slow
@@ -165,7 +165,7 @@ def square_product(device: torch.device, dtype: torch.dtype, n: int) -> Callable
 
 
 def _grouped_rate(device: torch.device, sizes: Sizes) -> float:
-    """Return operations per second of grouped matmuls with equal groups, the median over `sizes.grouped_rows`."""
+    """Return the operations per second of grouped matmuls with groups of equal size, the median over row counts."""
     return median(
         2 * rows * sizes.inner * sizes.columns
         / seconds_of(grouped_product(device, rows, sizes.groups, sizes.inner, sizes.columns), device)
@@ -174,7 +174,7 @@ def _grouped_rate(device: torch.device, sizes: Sizes) -> float:
 
 
 def grouped_product(device: torch.device, rows: int, groups: int, inner: int, columns: int) -> Callable[[], object]:
-    """Return a function that runs a bf16 grouped matmul: [rows, inner] in equal groups x [groups, inner, columns]."""
+    """Return a function that runs a bf16 grouped matmul: `groups` matmuls [rows / groups, inner] x [inner, columns]."""
     a = torch.randn(rows, inner, device=device, dtype=torch.bfloat16)
     b = torch.randn(groups, columns, inner, device=device, dtype=torch.bfloat16).transpose(1, 2)
     ends = torch.arange(1, groups + 1, device=device, dtype=torch.int32) * (rows // groups)
@@ -182,7 +182,7 @@ def grouped_product(device: torch.device, rows: int, groups: int, inner: int, co
 
 
 def attention_rate(device: torch.device, kernel: str, shape: tuple[int, int, int, int]) -> float:
-    """Return operations per second of forward and backward together, without a mask."""
+    """Return the operations per second of attention without a mask, over forward and backward together."""
     batch, heads, rows, width = shape
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
@@ -200,13 +200,13 @@ def attention_rate(device: torch.device, kernel: str, shape: tuple[int, int, int
 
 
 def memory_rate(device: torch.device, nbytes: int) -> float:
-    """Return the bytes per second that an addition of two tensors of `nbytes` each reads and writes."""
+    """Return the bytes per second that the addition of two tensors, of `nbytes` each, reads and writes."""
     a, b, out = (torch.ones(nbytes // 4, device=device) for _ in range(3))
     return 3 * nbytes / seconds_of(lambda: torch.add(a, b, out=out), device)
 
 
 def adam_rate(device: torch.device, nbytes: int) -> float:
-    """Return the bytes per second that fused AdamW reads and writes, with fp32 parameters of `nbytes` in all."""
+    """Return the bytes per second that fused AdamW reads and writes, for fp32 parameters of `nbytes` in total."""
     parameters = [torch.rand(nbytes // 4 // ADAM_TENSORS, device=device) for _ in range(ADAM_TENSORS)]
     for parameter in parameters:
         parameter.grad = torch.rand_like(parameter)

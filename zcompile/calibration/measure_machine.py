@@ -1,4 +1,4 @@
-"""Measures the machine that the ranks of a mesh run on: `zcompile.calibrate`."""
+"""`zcompile.calibrate`: measures the kernels and the transfers of the machine on which the ranks of a mesh run."""
 
 import logging
 import time
@@ -44,18 +44,18 @@ ROUNDS = 15  # per measurement, whose lower quartile is taken
 @torch.inference_mode(False)
 @torch.enable_grad()
 def calibrate(mesh: DeviceMesh | None = None, *, write: bool = True) -> Calibration:
-    """Measure this machine for plans: matmuls, attention, memory, and transfers between the ranks.
+    """Measure the rates by which passes plan transfers: matmuls, attention, memory, and transfers between the ranks.
 
-    All ranks must call it, with nothing else running on the machine. It takes less than 20 s. Afterwards,
-    `zcompile.shard` uses each measured rate that differs by more than a quarter from the shipped table of this device.
-    All ranks use the rates of the first rank. `pace_ratio` is the longest time of one matmul divided by its shortest;
-    if it is too large, `pace_warning` is a text for users.
+    All ranks must call this, with nothing else running on the machine. It takes less than 20 s. Afterwards,
+    `zcompile.shard` uses each measured rate that differs by more than a quarter from the rate that zcompile ships for
+    this device. All ranks use the first rank's rates. The same matmul is timed three times. If the times differ too
+    much, so that the rates are unreliable, `pace_warning` of the result is a text that says so.
 
     Args:
-        mesh: the ranks; its last dimension shards parameters. Default: all ranks, on GPUs if the process group's
-            backend is NCCL.
-        write: save the result in the user's cache (`XDG_CACHE_HOME`, or `~/.cache`) on the first rank. If that fails,
-            a warning gives the reason.
+        mesh: the ranks to measure; parameters will be sharded over its last dimension. Default: all ranks, on GPUs if
+            the process group's backend is NCCL.
+        write: whether the first rank saves the result in the user's cache (`XDG_CACHE_HOME`, or `~/.cache`). If it
+            cannot, it warns and gives the reason.
 
     Returns:
         The measured rates, the same on all ranks.
@@ -103,7 +103,7 @@ def calibrate(mesh: DeviceMesh | None = None, *, write: bool = True) -> Calibrat
 
 
 def _wires(mesh: DeviceMesh, device: torch.device) -> list[Wire]:
-    """Measure each transport that this mesh can use."""
+    """Measure transfers over each transport (NCCL, peer to peer, gloo) that works on this mesh."""
     groups = groups_of(mesh)
     wires = []
     for name in ["nccl", "p2p"] if device.type == "cuda" else ["gloo"]:
@@ -122,7 +122,7 @@ def _wires(mesh: DeviceMesh, device: torch.device) -> list[Wire]:
 
 
 class _Transport:
-    """Measures transfers of one transport. The caller must select it in `runtime`, an empty one, before `wire`."""
+    """Measures transfers over one transport, which the caller must select in `runtime`, an empty one, before `wire`."""
 
     def __init__(self, name: str, runtime: _C.Model, mesh: DeviceMesh, device: torch.device):
         self.name, self.runtime, self.device = name, runtime, device
@@ -142,7 +142,7 @@ class _Transport:
                 runtime.add(name=label, shard=shard, shape=shape, chunk=chunk, replicated=False, reduce_dtype=None)
 
     def wire(self) -> Wire:
-        """Measure times by size for gathers and reduces, and the slowdown of compute beside a transfer."""
+        """Measure the times of all-gathers and reduces of several sizes, and how much a transfer slows compute."""
         for i in 2 * list(range(len(self.grads))):  # p2p caches shards from the second forward on
             self._start_gather(i)()
 
@@ -167,9 +167,9 @@ class _Transport:
         return lambda: [ops.reduce_wait(tensor, grad) for tensor, grad in zip(started, grads)]
 
     def _points(self, start: Callable[[int], Callable[[], Any]]) -> Points:
-        """Measure (bytes that a rank receives, seconds on the slowest rank) by size.
+        """Measure, for each size of transfer, (bytes that a rank receives, seconds on the slowest rank).
 
-        If a smaller transfer takes longer than a larger one, it was disturbed, and gets the time of the larger one.
+        If a transfer takes longer than a larger one, it was disturbed, and the result has the larger one's time for it.
         """
 
         def transfer(i: int) -> None:
@@ -185,7 +185,7 @@ class _Transport:
         return tuple(points[::-1])
 
     def _interference(self, transfer_s: float) -> float:
-        """Return the seconds by which one second of a transfer delays matmuls that run beside it, 0 to 1."""
+        """Return by how many seconds, 0 to 1, one second of a transfer delays matmuls that run at the same time."""
         on_gpu = self.device.type == "cuda"
         dtype, rows = (torch.bfloat16, GPU_PRODUCT) if on_gpu else (torch.float32, CPU_PRODUCT)
         product = square_product(self.device, dtype, rows)
@@ -203,9 +203,9 @@ class _Transport:
         return min(1.0, max(0.0, (beside_s - quiet_s) / transfer_s))
 
     def _seconds(self, call: Callable[[], Any], count: int = 1) -> float:
-        """Return the seconds of one of `count` calls in a row, which all ranks begin at about the same time.
+        """Return the seconds of one `call()`, timed over `count` calls that all ranks begin at about the same time.
 
-        On GPUs, one more call precedes them: all devices have reached the same point after it.
+        On GPUs, one untimed call comes first. If it is a collective, the devices of all ranks then begin together.
         """
         times = []
         host_s = MOST_AHEAD_S  # until the host's time for all calls is known; it may exceed that of the transfers
@@ -236,10 +236,10 @@ class _Transport:
 
 
 def _in_backward(measure: Callable[[], Any]) -> Any:
-    """Call `measure` inside of a backward, and return its result.
+    """Call `measure` inside of an autograd backward, and return the result of `measure`.
 
-    Outside of a backward, p2p takes a second gather of a parameter for the next forward, and caches all shards again.
-    That added 0.3 ms to each transfer.
+    Why: outside of a backward, the p2p transport takes the second all-gather of a parameter for that of the next
+    forward, and copies all shards into its cache again, which added 0.3 ms to each transfer.
     """
     measured: list[Any] = []
     result = torch.zeros((), requires_grad=True).clone()

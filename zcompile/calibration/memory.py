@@ -1,4 +1,4 @@
-"""Reads the memory size of a host or container, which stays the same when a job starts again."""
+"""Reads the total memory of a host or container, which is the same in each run of a job, unlike free memory."""
 
 import contextlib
 import os
@@ -6,15 +6,15 @@ from pathlib import Path
 
 
 def host_memory_bytes() -> int:
-    """Return the bytes of memory that all processes of this machine, or of this container, may use together."""
+    """Return the bytes of memory that all processes of this machine, or of this container, may use in total."""
     physical_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([physical_bytes, *cgroup_limits()])
 
 
 def cgroup_limits(root: Path = Path("/")) -> list[int]:
-    """Return the memory limits, bytes, of this process's control groups (version 1 or 2) and of their parents.
+    """Return the memory limits, in bytes, of this process's Linux control groups (v1 or v2) and of their parents.
 
-    Without a limit, version 1 has a number near 2 ** 63. `root` holds the folders `proc` and `sys`; tests have others.
+    In version 1, a group without a limit has a value near 2 ** 63. Tests pass another `root`, with `proc` and `sys`.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -30,7 +30,7 @@ def cgroup_limits(root: Path = Path("/")) -> list[int]:
         else:
             continue
         own = folder / path.lstrip("/")
-        # In a container, its own group may be `folder` itself, while `path` is the host's path of the group.
+        # In a container, the container's group may be `folder` itself, while `path` is the path on the host.
         for group in (own, *own.parents):
             with contextlib.suppress(OSError, ValueError):  # no such group, or no number: "max"
                 limits.append(int((group / file).read_text()))

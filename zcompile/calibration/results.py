@@ -1,9 +1,9 @@
-"""Rates that `zcompile calibrate` measured: stored as JSON in ~/.cache/zcompile, and merged with a shipped table.
+"""Rates that `zcompile calibrate` measured: stored as JSON in ~/.cache/zcompile, and merged with shipped rates.
 
-A file is for one device and one number of ranks, and valid only with the versions of driver and torch that it names.
-Plans use a measured figure only if it differs by more than a quarter from the shipped table. So a second calibration,
-or that of an equal machine, changes no plan, and compiled graphs are found in caches. Predictions use all measured
-figures. machine.py reads the file when a model is sharded; `link_of` in compiler/backend.py passes its rates to plans.
+A file is for one type of device and one number of ranks, and valid only with the driver and torch versions in it.
+Passes plan transfers by a measured rate only if it differs by more than a quarter from the shipped rate. So if a
+machine is measured twice, or equals another, its plans are the same, and compiled graphs are found in caches. `zcompile
+explain` predicts by all measured rates. machine.py reads the file when a model is sharded.
 """
 
 import ctypes
@@ -35,19 +35,19 @@ class Calibration:
 
     Attributes:
         device: torch's name of the GPU; for a CPU, its model and the number of threads of a rank.
-        driver: CUDA version of the driver; empty for CPUs.
+        driver: CUDA version that the GPU's driver supports; empty for CPUs.
         torch: version of torch.
         world: number of ranks between which transfers were measured.
-        memory_bytes: memory of one device.
-        matmul_flops_s: operations per second by the name of the dtype, such as "bfloat16".
-        grouped_share: rate of grouped matmuls divided by that of plain ones; None if it was not measured.
-        attention_flops_s: operations per second by kernel; see `hardware.ATTENTION_SHARES`.
+        memory_bytes: total memory of one GPU, or of the host.
+        matmul_flops_s: (dtype, operations per second of matmuls) for each dtype, such as "bfloat16".
+        grouped_share: speed of bf16 grouped matmuls divided by that of plain ones; None if it was not measured.
+        attention_flops_s: (kernel, operations per second of attention); see `hardware.ATTENTION_SHARES`.
         bytes_s: bytes per second that a pointwise kernel reads and writes.
         adam_bytes_s: bytes per second that fused AdamW reads and writes.
-        kernel_s: seconds of the shortest kernel.
+        kernel_s: seconds that a kernel on a tiny tensor takes.
         wires: times of transfers, one `Wire` for each transport.
-        pace_ratio: longest time of one matmul divided by its shortest, timed before, between and after the other
-            measurements; the largest of all ranks. 1 on a machine that runs evenly.
+        pace_ratio: the longest time of a certain matmul divided by its shortest, on the rank where this is largest. It
+            is timed before, between and after the other measurements. 1 means that the speed did not vary.
     """
 
     device: str
@@ -95,7 +95,7 @@ class Calibration:
 
     @property
     def pace_warning(self) -> str:
-        """The warning for users if the machine did not run evenly during the measurement; empty if it did."""
+        """A warning for users if the machine's speed varied during the measurement (`pace_ratio`); otherwise empty."""
         if self.pace_ratio <= UNEVEN:
             return ""
         return (
@@ -105,7 +105,7 @@ class Calibration:
 
     @property
     def shipped(self) -> Hardware:
-        """The shipped table of the device, or that of another device if it has none."""
+        """The rates that zcompile ships for the device, or those of another device if it ships none for this one."""
         return table_of_name(self.device)[0] if self.driver else CPU
 
 
@@ -124,10 +124,10 @@ def rounded(figure: float) -> float:
 
 
 def merged(shipped: Hardware, calibration: Calibration, differs: float = DIFFERS) -> Hardware:
-    """Replace the figures of `shipped` from which the measured ones differ by more than the share `differs`.
+    """Return `shipped` with each rate replaced whose measured value differs by more than `differs` (0.25: a quarter).
 
-    The default makes the table for plans, which then seldom change; 0 makes the table for predictions. Returns
-    `shipped` itself if no figure is replaced.
+    The default gives the rates for planning transfers, which then seldom change. 0 gives the rates for predictions. If
+    no rate is replaced, the result is `shipped` itself.
     """
     changed: list[str] = []
 
@@ -184,7 +184,7 @@ def merged(shipped: Hardware, calibration: Calibration, differs: float = DIFFERS
 
 
 def tables_of(shipped: Hardware, calibration: Calibration) -> tuple[Hardware, Hardware]:
-    """Return the table for plans, and the table for predictions, which has all measured figures."""
+    """Return the rates for planning transfers, and those for predictions, which contain all measured values."""
     return merged(shipped, calibration), merged(shipped, calibration, differs=0.0)
 
 
@@ -215,7 +215,7 @@ def device_name(device: torch.device) -> str:
 
 
 def driver_of(device: torch.device) -> str:
-    """Return the CUDA version of a GPU's driver, "unknown" if it cannot be read; empty for CPUs."""
+    """Return the CUDA version that a GPU's driver supports, or "unknown" if it cannot be read; empty for CPUs."""
     if device.type != "cuda":
         return ""
     version = ctypes.c_int(0)
@@ -243,7 +243,7 @@ def calibration_file(device: str, world: int) -> Path | None:
 
 
 def write_calibration(calibration: Calibration, file: Path | None = None) -> Path:
-    """Write `calibration` to `file`, by default in the cache. The file is replaced at once, see `whole_files.write`.
+    """Write `calibration` atomically to `file` (None: a file in the user's cache), and return the file's path.
 
     Raises:
         OSError: the file cannot be written, or the user has no home directory for the cache.
@@ -256,7 +256,7 @@ def write_calibration(calibration: Calibration, file: Path | None = None) -> Pat
 
 
 def read_calibration(device: torch.device, world: int) -> tuple[Calibration | None, str]:
-    """Return the calibration of `device` and `world` ranks, or None and a line with the reason (may be empty)."""
+    """Return the saved rates of `device` for `world` ranks and "", or None and why they cannot be used (may be "")."""
     name, again = device_name(device), "run `zcompile calibrate` again"
     file = calibration_file(name, world)
     if file is None:
