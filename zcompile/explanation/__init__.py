@@ -1,1 +1,1 @@
-"""Predicts a step of a compiled model: what is gathered and when, how long it takes, and how much memory it needs."""
+"""Predicts a step of a compiled model: which parameters are gathered and when, the step's time, and its memory."""

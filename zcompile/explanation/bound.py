@@ -1,16 +1,16 @@
-"""The least time that a graph's compute can wait for transfers, whatever the plan, without a limit of memory.
+"""The least time that a graph's compute must wait for transfers, in any schedule and with unlimited memory.
 
 [Note: the bound]
-One wire moves everything, one transfer at a time. A gather may begin with the graph and must have arrived when its
-first reader comes. A reduce may begin when its gradient is there and must be done when the graph ends. With c(n) the
-compute before node n, and C all of it:
+All transfers share one wire, one at a time. An all-gather may start with the graph, and must end before the first read
+of its parameter. A reduce may start when its gradient is computed, and must end with the graph. Let c(n) be the time of
+the compute before node n, and C the time of all compute of the graph. The waiting time has three lower bounds:
 
-- All that is read at n or before must have come: compute has waited at n for at least (gathers until n) - c(n).
-- All that is reduced from n on still has to go: the graph waits for at least what it had waited at n, and
-  (reduces from n on) - (C - c(n)).
-- The wire moves all of it: the graph waits for at least (all transfers) - C.
+- When node n runs, the parameters that it and earlier nodes read have arrived. So compute has waited for at least
+  (time of their gathers) - c(n). Let w(n) be the largest of these times for nodes up to n, or 0.
+- Gradients that node n and later nodes compute are reduced after it: w(n) + (time of these reduces) - (C - c(n)).
+- All transfers end before the graph ends: (time of all transfers) - C.
 
-What is gathered again counts once, for with enough memory it would not be.
+A parameter that a plan gathers twice counts once, because with unlimited memory it is gathered once.
 """
 
 from collections.abc import Collection
@@ -33,7 +33,7 @@ from zcompile.graph.ops import (
 
 
 def least_exposed_s(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -> float:
-    """Seconds that compute must wait for transfers in any schedule of a planned graph; `cached`: as in `simulate`."""
+    """Return the seconds that compute must wait for transfers in any schedule. `cached`: gathers without a transfer."""
     nodes, position = costs.liveness.nodes, costs.liveness.position
     before_s = list(accumulate((costs.seconds[node] for node in nodes), initial=0.0))
     due_s, begun_s = [0.0] * len(nodes), [0.0] * len(nodes)  # by place: transfers due there, and possible from there
@@ -62,6 +62,6 @@ def least_exposed_s(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -
 
 
 def _gathered_by(start: Node) -> set[tuple[object, ...]]:
-    """What a gather brings: (shard, dtype) of each tensor."""
+    """Return (shard, dtype) of each parameter that the gather `start` gathers."""
     fakes = start.meta["val"] if start.target is GATHER_GROUP_START else [value(start)]
     return {(shard, fake.dtype) for shard, fake in zip(shards_of(start), fakes, strict=True)}

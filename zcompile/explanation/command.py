@@ -37,11 +37,11 @@ STATES = 4  # weight, gradient and two moments
 
 
 class NothingFits(BadInput):
-    """No plan keeps to the limit of memory."""
+    """No plan keeps the step within the limit of memory."""
 
 
 def _numbers(name: str, text: str) -> list[int]:
-    """The whole numbers in `text`, which the option `name` was given."""
+    """Return the whole numbers in `text`, the value of the option `name`."""
     least = {"--ranks": 1, "--hosts": 2}.get(name, 0)
     try:
         numbers = [int(number) for number in text.split(",") if number]
@@ -53,7 +53,7 @@ def _numbers(name: str, text: str) -> list[int]:
 
 
 def _tables(name: str) -> tuple[Hardware, Hardware]:
-    """What plans and what predictions go by: the shipped table `name`, or a file that `zcompile calibrate` wrote."""
+    """Return rates for plans and for predictions: of the shipped table `name`, or of a file by `zcompile calibrate`."""
     if name in TABLES:
         return TABLES[name], TABLES[name]
     try:
@@ -67,14 +67,14 @@ def _tables(name: str) -> tuple[Hardware, Hardware]:
 
 
 def _narrow(gather_dtype: str | None, precision: torch.dtype) -> NarrowGathers | None:
-    """How `gather_dtype` travels in place of `precision`: int8 is dequantized on arrival, float8 is read as it is."""
+    """Return how parameters are gathered in `gather_dtype`, and read in `precision` (int8) or as gathered (float8)."""
     if gather_dtype == "int8":
         return NarrowGathers("int8 and float32", (1 + 4 / BLOCK) / precision.itemsize, dequantizes=True)
     return None if gather_dtype is None else NarrowGathers("float8", 1 / precision.itemsize, dequantizes=False)
 
 
 def _link(hardware: Hardware, transport: str | None, world: int, narrow: NarrowGathers | None) -> Link:
-    """The link of so many ranks; over the table's first transport that reaches them if none is asked for."""
+    """Return the `Link` of `world` ranks, by default over the first transport of `hardware` that connects them."""
     known = list(dict.fromkeys(wire.transport for wire in hardware.wires))
     far = world > hardware.domain
     if transport is None:
@@ -93,10 +93,10 @@ def _link(hardware: Hardware, transport: str | None, world: int, narrow: NarrowG
 
 
 def install_trace_readers(workload: Workload, dtype: torch.dtype, single_rank: bool = False) -> dict[int, str]:
-    """Let the modules of `workload` gather their parameters, as if these were the shards of one rank.
+    """Let modules of `workload` gather their parameters at each read, as if each parameter were one rank's shard.
 
-    With `single_rank`, they cast them instead, as a model on one rank does. Returns the name of each parameter by the
-    id of its shard.
+    With `single_rank`, the modules cast the parameters instead, as a model on one rank does. Return id of the shard ->
+    name of the parameter.
     """
     names: dict[int, str] = {}
     seen: dict[int, nn.Parameter] = {}
@@ -110,7 +110,7 @@ def install_trace_readers(workload: Workload, dtype: torch.dtype, single_rank: b
 
 
 def _settings_of_shares(text: str, options: Mapping[str, Any]) -> list[Settings]:
-    """Settings for each share in `text`, a list of numbers from 0 to 1."""
+    """Return `Settings` for each `activation_memory_budget` in `text`, numbers from 0 to 1 with commas between them."""
     try:
         shares = [float(share) for share in text.split(",") if share]
         return [parse_options({**options, "activation_memory_budget": share}) for share in shares]
@@ -121,12 +121,12 @@ def _settings_of_shares(text: str, options: Mapping[str, Any]) -> list[Settings]
 
 
 def _traced(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Traced], int]:
-    """The graphs of the model, and how many elements its parameters have. For a GPU, with the attention of GPUs.
+    """Return the traced graphs of the model that `arguments` name, and the number of elements of its parameters.
 
-    On one rank it casts parameters where several ranks gather them.
+    If `plan` is for a GPU, graphs have the attention ops of that GPU. If it is for one rank, they have no gathers.
 
     Raises:
-        BadInput: the model cannot be traced, or nothing keeps to the limit of memory.
+        BadInput: the model cannot be traced, or no plan keeps the step within the limit of memory.
     """
     hardware = plan.link.hardware
     on_device = contextlib.nullcontext() if hardware.name == CPU.name else attention_of_gpus(hardware)
@@ -157,7 +157,7 @@ def _traced(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Traced], in
 
 
 class _Predictions:
-    """Predicts steps of one model; graphs that plans have in common are traced once."""
+    """Predicts steps of one model under several plans. Plans with the same graphs share one trace."""
 
     def __init__(self, arguments: argparse.Namespace):
         self.arguments = arguments
@@ -179,14 +179,14 @@ class _Predictions:
         return (settings or parse_options(self.options)).plan(link, self.hardware.memory_bytes)
 
     def graphs_of(self, plan: Plan) -> tuple[list[Traced], int]:
-        """One rank has graphs of its own. Under a limit of memory, what is saved depends on the link."""
+        """Return the cached result of `_traced`: for one rank or several; if memory is limited, for this link."""
         kind = plan.link if self.arguments.memory_limit else plan.link.world == 1
         if kind not in self.traced:
             self.traced[kind] = _traced(self.arguments, plan)
         return self.traced[kind]
 
     def predict(self, plan: Plan, caches: bool = False, graphs: list[Traced] | None = None) -> Explanation:
-        """`caches`: with a cache across microbatches. `graphs`: not those of the plan's link, but these."""
+        """Predict a step. `caches`: parameters stay unsharded between microbatches. `graphs`: replace `plan`'s own."""
         of_link, parameters = self.graphs_of(plan)
         measured = self.measured.over(plan.link.wire.transport, plan.link.world)
         link = replace(measured, narrow=plan.link.narrow, hosts=plan.link.hosts)
@@ -194,12 +194,12 @@ class _Predictions:
         return predict_step(graphs or of_link, plan, parameters, 1, cache_bytes, link)
 
     def cache_bytes(self, parameters: int, link: Link) -> int:
-        """The default of `microbatch_cache_bytes` on an empty device: a quarter of what the model's state leaves."""
+        """Return the default `microbatch_cache_bytes`: a quarter of the memory that shards and their states leave."""
         kept_bytes = STATES * torch.float32.itemsize * -(-parameters // link.state_ranks)
         return max(0, self.hardware.memory_bytes - kept_bytes) // 4
 
     def on_hosts(self, hosts: int) -> list[OnHosts]:
-        """A step in each mode. A mode that cannot keep to the limit of memory is left out."""
+        """Return a predicted step for each way to shard over `hosts` hosts that keeps to the limit of memory."""
         arguments, rows = self.arguments, []
         limit_bytes = arguments.memory_limit or self.hardware.memory_bytes
         whole, inside = self.link(hosts * self.hardware.domain), self.link(self.hardware.domain)
@@ -216,7 +216,7 @@ class _Predictions:
 
 
 def _predicted(arguments: argparse.Namespace) -> dict[str, list[Any]]:
-    """Predictions by what differs between them: "ranks", "budgets", "activation_budgets" or "hosts"."""
+    """Return option -> a prediction for each of its values: "ranks", "budgets", "activation_budgets" and "hosts"."""
     budgets_mib, hosts = _numbers("--budgets", arguments.budgets), _numbers("--hosts", arguments.hosts)
     of = _Predictions(arguments)
     ranks = _numbers("--ranks", arguments.ranks)
@@ -234,11 +234,11 @@ def _predicted(arguments: argparse.Namespace) -> dict[str, list[Any]]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan for the first number of ranks, and a line for each number.
+    """Print the plan for the first number of `--ranks`, and a table with a line for each number. Return 0.
 
     Raises:
-        BadInput: there is no such model or table, it cannot be traced, an option cannot have its value, or the file for
-            JSON cannot be written.
+        BadInput: the model or the table of rates does not exist, the model cannot be traced, an option has a wrong
+            value, or the JSON file cannot be written.
     """
     before = Counter(counters["graph_break"])
     explained = _predicted(arguments)

@@ -1,4 +1,4 @@
-"""`zcompile.explain`: the plan of a sharded model, and what a step of it should take."""
+"""`zcompile.explain`: plans the transfers of a sharded model, and predicts the time and memory of its step."""
 
 import functools
 import math
@@ -17,21 +17,21 @@ from zcompile.state.sharded_model import ShardedModel, state_of
 
 
 def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Explanation:
-    """Plan a step of a model that `zcompile.shard` sharded, and say what was planned and why.
+    """Plan the transfers of a sharded model's training step, and predict the step's time and memory.
 
-    Traces `model(*args, **kwargs)` and its backward. Runs the forward once, so that what follows a graph break is seen
-    too. All ranks must call it, as they would call a forward. `model` is the model itself, not what torch.compile
-    returned.
+    Traces `model(*args, **kwargs)` and its backward. The forward also runs once, so that graphs after a graph break are
+    traced, too. All ranks must call this, as they would call a forward. Pass the model itself, not the result of
+    torch.compile.
 
-    Plans are those of the graphs as Inductor decomposes them, before it simplifies them. They are the same on every
-    rank, but for the size of its shards.
+    The plan is for the graphs as Inductor decomposes them, before Inductor simplifies them. It is the same on every
+    rank, except for the sizes of shards.
 
     Args:
         options: as for `torch.compile(model, backend="zcompile", options=...)`.
 
     Raises:
-        RuntimeError: the model is not sharded, or Dynamo captured nothing of it.
-        ValueError: an unknown option, or a transport that is not possible here.
+        RuntimeError: the model is not sharded, or Dynamo captured no graph of it.
+        ValueError: an option is unknown, or its transport is not possible here.
     """
     settings, state = parse_options(options), state_of(model)
     names = {id(sharded.leaf): sharded.name for sharded in state.in_modules()}
@@ -52,7 +52,7 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
 
 
 def _gathered_in_eager(state: ShardedModel) -> Iterator[Width]:
-    """Of each parameter that a unit, or a block with components, gathers; the traced forward has done that."""
+    """Yield a `Width` for each parameter that eager code, not a graph, gathered in the traced forward."""
     units = (unit for order in state.orders for unit in order.units if unit.extended or not unit.is_block)
     for sharded, dtype in ((sharded, dtype) for unit in units for sharded, dtype in zip(unit.sharded, unit.dtypes)):
         if sharded.extension is not None and not sharded.extension.gathered:

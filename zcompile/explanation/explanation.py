@@ -1,4 +1,4 @@
-"""What is predicted of one step of a model: the answer of `zcompile.explain`, and its text."""
+"""The prediction for one step of a model, which `zcompile.explain` returns, and its text."""
 
 import dataclasses
 import json
@@ -17,21 +17,21 @@ class Explanation:
     """A predicted step: its graphs run one after the other, and AdamW with fp32 states runs after them.
 
     Attributes:
-        parameters: how many elements the sharded parameters have.
-        step_ms: predicted.
-        peak_bytes: predicted, on one rank. The transport's own memory is part of it where the plan knows of it.
+        parameters: number of elements of all sharded parameters.
+        step_ms: predicted milliseconds of the step.
+        peak_bytes: predicted peak memory of one rank, with the transport's own memory as far as it is known.
         static_bytes: the part of `peak_bytes` that lives as long as the model: shards, the optimizer's state, the
             transport's memory.
-        gradient_bytes: what gradients take beside `static_bytes` at the optimizer's step.
-        adding_ms: of an op that adds one microbatch's gradients to the earlier ones.
-        rests_on: where the figures of the machine come from.
-        cached_graphs: the graphs inside of `zcompile.accumulate`. There they find cached what an earlier graph of the
-            step gathered, as far as the cache holds it. Empty if nothing is cached.
-        cached_bytes: the memory of that cache.
+        gradient_bytes: bytes of the gradients at the optimizer's step, which `static_bytes` does not contain.
+        adding_ms: predicted milliseconds of an op that adds one microbatch's gradients to the earlier ones.
+        rests_on: the origin of the machine's rates, such as `zcompile calibrate`.
+        cached_graphs: the same graphs inside of `zcompile.accumulate`, where parameters that an earlier graph of the
+            step gathered may still be unsharded. Empty if no parameter stays unsharded.
+        cached_bytes: bytes of the parameters that stay unsharded between the microbatches of `zcompile.accumulate`.
         activation_memory_budget: the share of activations that forwards save; see `zcompile.options.Settings`.
-        widths: of parameters on the wire. Those that units, and blocks with components, gather are in no other figure.
-        over_hosts_ms: exposed once a step, on a mesh (host, gpu): transfers over hosts that no graph has.
-        recomputed_segments: how many segments of forwards, such as half of a decoder's block, backwards compute again
+        widths: by dtype, elements and bytes of gathered parameters. Those that eager code gathers count only here.
+        over_hosts_ms: on a mesh (host, gpu), milliseconds that a step waits for transfers over hosts outside of graphs.
+        recomputed_segments: number of segments of forwards, such as half of a decoder layer, that backwards recompute
             to keep to `memory_limit`.
     """
 
@@ -58,12 +58,12 @@ class Explanation:
 
     @property
     def saved_bytes(self) -> int:
-        """What forwards save for their backwards: activations, and unsharded parameters that are saved."""
+        """Bytes that forwards save for their backwards: of activations, and of parameters that stay unsharded."""
         return sum(graph.saved_bytes for graph in self.graphs)
 
     @property
     def microbatches_ms(self) -> tuple[float, float]:
-        """Forwards and backwards of the first microbatch inside of `zcompile.accumulate`, and of each later one."""
+        """Milliseconds of the first microbatch inside of `zcompile.accumulate`, and of each later microbatch."""
         later_ms = sum(graph.total_ms for graph in self.cached_graphs)
         forwards = [pair for pair in zip(self.graphs, self.cached_graphs, strict=True) if pair[0].kind == "forward"]
         return later_ms + sum(alone.total_ms - cached.total_ms for alone, cached in forwards), later_ms
@@ -72,7 +72,7 @@ class Explanation:
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     def __str__(self) -> str:
-        """What `print(zcompile.explain(model))` shows."""
+        """The text that `print(zcompile.explain(model))` shows."""
         again = f", {self.recomputed_segments} segments run again" if self.recomputed_segments else ""
         lines = [
             f"{self.parameters / 1e9:.2f} B parameters on {self.world} ranks, {self.hardware} over {self.transport}: "
@@ -99,7 +99,7 @@ class Explanation:
 
 
 def comparison(what: str, explanations: Sequence[tuple[float, Explanation]]) -> str:
-    """A table with a row for each explanation and the number by which they differ, which `what` names."""
+    """Return a table with a row for each (number, explanation). `what` is the numbers' heading, such as "ranks"."""
     columns = ("step ms", "exposed ms", "slowed ms", "peak GiB", "saved MiB", "unsharded at once MiB", "gathered MiB")
     rows = [
         (
@@ -118,7 +118,7 @@ def comparison(what: str, explanations: Sequence[tuple[float, Explanation]]) -> 
 
 
 def table_text(first: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table with a row of text for each of `rows`. The first column stands on the left, the others on the right."""
+    """Return `rows` as a table of text under headings. The first column is aligned to the left, others to the right."""
     table = [(first, *columns), *rows]
     widths = [max(map(len, column)) for column in zip(*table)]
     lines = []
@@ -129,7 +129,7 @@ def table_text(first: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 
 
 def graph_text(graph: PlannedGraph) -> str:
-    """A heading with the figures of the graph, and a table of its gathers."""
+    """Return the text about one graph: a heading with its predicted times and sizes, and a table of its gathers."""
     lines = [_heading(graph), ""]
     for matrix in graph.rows:
         lines.append(

@@ -1,4 +1,4 @@
-"""A step in each of the modes in which a model may be sharded over several hosts."""
+"""Predicted steps for each way to shard a model over several hosts: ZeRO-3, HSDP and `states="global"`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ COLUMNS = ("step ms", "exposed ms", "peak GiB", "GiB from other hosts", "")
 
 @dataclass(frozen=True)
 class OnHosts:
-    """A predicted step. `crossing_bytes`: bytes that a rank receives from other hosts in it."""
+    """A predicted step on several hosts. `crossing_bytes`: bytes that a rank receives from other hosts in the step."""
 
     hosts: int
     gpus: int  # of a host
@@ -39,13 +39,13 @@ class OnHosts:
 
 
 def links_over_hosts(whole: Link, inside: Link, hosts: int, microbatches: int, dtype: torch.dtype) -> dict[str, Link]:
-    """The link of each mode, by its name.
+    """Return the `Link` (hardware, transport and ranks) for each way to shard over hosts, by its name.
 
     Args:
-        whole: of the ranks of all hosts.
-        inside: of the ranks of one host.
-        microbatches: of a step. Sums over hosts are deferred if there are several.
-        dtype: of gathered parameters.
+        whole: the link of the ranks of all hosts.
+        inside: the link of the ranks of one host.
+        microbatches: number per step. If there are several, gradients are summed over hosts once, after the last one.
+        dtype: the dtype of all-gathers.
     """
     replicas = Hosts(hosts, shards_states=False, sums_once=microbatches > 1, itemsize=dtype.itemsize)
     sharded = replace(replicas, shards_states=True)
@@ -57,7 +57,7 @@ def links_over_hosts(whole: Link, inside: Link, hosts: int, microbatches: int, d
 
 
 def table_of_hosts(rows: Sequence[OnHosts]) -> str:
-    """A table of `rows`, which marks the fastest one that fits, of each number of hosts."""
+    """Return `rows` as a table of text. For each number of hosts, it marks the fastest row that fits in memory."""
     best = {row.hosts: row for row in sorted(rows, key=lambda row: -row.step_ms) if row.fits}
     return table_text(
         "hosts x GPUs, mode",

@@ -1,4 +1,4 @@
-"""The built-in decoder, in several sizes."""
+"""The decoder of Llama's shape, in several sizes, that `zcompile explain` and `zcompile profile` have built in."""
 
 from dataclasses import dataclass
 
@@ -32,11 +32,11 @@ SIZES = {
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs (x[i], x[i + d / 2]) by the angle of their position (arXiv:2104.09864).
+    """Return `x` with each pair (x[i], x[i + d / 2]) rotated by the i-th angle of its token (RoPE, arXiv:2104.09864).
 
     Args:
-        x: [batch, heads, tokens, d].
-        cos, sin: [tokens, d / 2].
+        x: queries or keys, [batch, heads, tokens, d].
+        cos, sin: of the angles, [tokens, d / 2].
     """
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
@@ -56,7 +56,7 @@ class Block(nn.Module):
         self.down = nn.Linear(size.hidden, width, bias=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x: [batch, tokens, width], as is the result."""
+        """Return the block's output, which has the shape of `x`, [batch, tokens, width]."""
         batch, tokens, _ = x.shape
         h = self.attention_norm(x)
         q = rotate(self.query(h).view(batch, tokens, self.heads, -1).transpose(1, 2), cos, sin)
@@ -90,7 +90,7 @@ class Llama(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Mean next-token loss of int64 tokens [batch, tokens + 1]."""
+        """Return the mean next-token loss of `tokens`, int64 [batch, tokens + 1]."""
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         x = self.embedding(inputs)
         # FSDP2 casts a block's inputs to param_dtype, but torch 2.11 does not when checkpointing recomputes the block.

@@ -1,4 +1,4 @@
-"""What is known of one planned graph: its gathers, its predicted time, and its predicted memory."""
+"""One graph after the passes have planned its transfers: its gathers, and its predicted time and memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Gather:
-    """One unsharded parameter in one graph. Places are indices of nodes. Times are predicted.
+    """The all-gather of one parameter in one graph. Times are predicted.
 
     Attributes:
-        parameter: its name, or that of the graph's input if the name is not known.
-        bucket: the index of its bucket, whose members travel as one transfer; None if it travels alone.
-        starts, arrives, dies: places of the start, of the wait before its first reader, and of its last reader.
-        transfer_us, exposed_us: its part, by bytes, of the times of the whole bucket.
-        saved: whether it stays unsharded after the graph, for backward.
-        cached: whether the next microbatch may find it in the cache, inside of `zcompile.accumulate`.
+        parameter: the parameter's name, or that of the graph's input if the parameter's name is not known.
+        bucket: the index of the bucket, parameters that are gathered in one transfer; None if gathered alone.
+        starts, arrives, dies: indices of nodes: the start, the wait before the first reader, and the last reader.
+        transfer_us, exposed_us: this parameter's share, by bytes, of the bucket's transfer time and exposed time.
+        saved: whether the parameter stays unsharded after the graph, for backward.
+        cached: whether the parameter may stay unsharded for the next microbatch, inside of `zcompile.accumulate`.
     """
 
     parameter: str
@@ -34,7 +34,7 @@ class Gather:
 
 @dataclass(frozen=True)
 class Rows:
-    """An embedding of which a graph gathers only the rows that a batch reads. `nbytes` counts those rows."""
+    """An embedding of which a graph gathers only the rows that a batch reads. `nbytes` is the size of these rows."""
 
     parameter: str
     dtype: str
@@ -42,7 +42,7 @@ class Rows:
 
 
 class Width(NamedTuple):
-    """Parameters that travel in the same dtypes: how many elements they have, and their bytes on the wire."""
+    """The parameters that are gathered in the same dtypes: their number of elements, and the bytes transferred."""
 
     dtypes: str
     elements: int
@@ -55,24 +55,24 @@ class Width(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedGraph:
-    """One graph after the passes.
+    """One graph after the compiler passes, with predicted times and memory.
 
     Attributes:
         kind: "forward" or "backward".
-        gathers: in the order in which they start.
-        rows: embeddings of which only rows are gathered; there is nothing to plan about them.
-        reduce_budget_bytes: most bytes of gradients on their way at once; one alone may be larger.
+        gathers: the all-gathers of whole parameters, in the order in which they start.
+        rows: embeddings of which only rows are gathered, where they are read. Passes do not move these gathers.
+        reduce_budget_bytes: limit of the bytes of gradients that are reduced at once. One gradient alone may be larger.
         unsharded_bytes: most bytes of unsharded parameters at once.
-        bound_bytes: what the budget allows `unsharded_bytes` to be.
-        live_bytes: most bytes at once without shards: activations, unsharded parameters, gradients.
-        saved_bytes: of a backward, the bytes that its forward saved for it.
-        least_exposed_ms: what is exposed in any schedule of these transfers, were there no limit of memory; see
+        bound_bytes: the largest `unsharded_bytes` that `gather_budget_bytes` allows.
+        live_bytes: most bytes of tensors at once, except shards: activations, unsharded parameters, gradients.
+        saved_bytes: for a backward, the bytes that its forward saved for it; for a forward, 0.
+        least_exposed_ms: time that compute waits for transfers in any schedule, even with unlimited memory; see
             [Note: the bound] in bound.py.
-        held_by: what most of `exposed_ms` is due to: "wire", which is too slow for any schedule; "budget", the bytes
-            that may be unsharded or on their way at once; "order" of transfers, and where they start. Empty if little
-            is exposed.
-        without_formula: (op, ms of `compute_ms`) for each op that no formula is known for. These count as bytes; see
-            `zcompile.register_cost`.
+        held_by: the main cause of `exposed_ms`: "wire", transfers take too long for any schedule; "budget", the limit
+            of bytes that are unsharded or being reduced at once; "order", the places and the order in which transfers
+            start. Empty if less than 0.5% of the graph's time is exposed.
+        without_formula: (op, milliseconds) for each op without a cost formula, whose time was estimated from the bytes
+            of its tensors; see `zcompile.register_cost`.
     """
 
     kind: str
@@ -99,10 +99,10 @@ class PlannedGraph:
 
 
 def in_order(graphs: Sequence[PlannedGraph]) -> list[tuple[PlannedGraph, int]]:
-    """The graphs of a step in the order in which they run: all forwards, then their backwards in reverse.
+    """Return the graphs of a step in the order in which they run: all forwards, then the backwards in reverse.
 
-    `graphs` has each forward before its backward. With a graph comes how many bytes the others hold for their backwards
-    while it runs.
+    Each comes with the bytes that other graphs hold for their backwards while it runs. `graphs` has each forward before
+    its backward.
     """
     forwards: list[tuple[PlannedGraph, int]] = []
     backwards: list[tuple[PlannedGraph, int]] = []

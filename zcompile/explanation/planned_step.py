@@ -1,4 +1,4 @@
-"""zcompile's plan of a step of several microbatches, to stand beside the measurement."""
+"""Predicts a step of several microbatches, to be compared with a measured step."""
 
 from dataclasses import dataclass
 
@@ -9,23 +9,23 @@ from zcompile.explanation.predict import GRADIENT_BYTES
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """What the plan predicts of a step on one rank."""
+    """The prediction of a step on one rank."""
 
     step_ms: float
     exposed_ms: float
     peak_bytes: int
-    moved_bytes: int  # of unsharded parameters that are gathered, and of unsharded gradients
-    rests_on: str  # where the figures of the machine come from
+    moved_bytes: int  # of unsharded parameters that are gathered, and of unsharded gradients that are reduced
+    rests_on: str  # the origin of the machine's rates
     saved_bytes: int  # that the forward of a microbatch saves for backward
     activation_memory_budget: float  # the share of activations that this is under
     widths: str  # of parameters on the wire
 
 
 def step_of(explained: Explanation, microbatches: int) -> PlannedStep:
-    """The plan of a step of so many microbatches, whose gradients live until the optimizer's step.
+    """Predict a step of `microbatches` microbatches. Gradients live until the optimizer's step.
 
-    If the plan caches something inside of `zcompile.accumulate`, the step uses that. Else an op of its own adds up
-    gradients after each backward but the first.
+    If `explained` says that parameters stay unsharded between microbatches, the step runs in `zcompile.accumulate`.
+    Otherwise, an extra op adds up gradients after each backward but the first.
     """
     # Gradients of earlier microbatches have moved out of the transport's memory.
     earlier_bytes = GRADIENT_BYTES * -(-explained.parameters // explained.world)

@@ -1,4 +1,4 @@
-"""Predicts the time and the memory of a step from its traced graphs, a plan, and the figures of a machine."""
+"""Predicts the time and the memory of a step from its traced graphs, the settings of passes, and machine rates."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -46,14 +46,14 @@ def predict_step(
     link: Link | None = None,
     in_eager: Iterable[Width] = (),
 ) -> Explanation:
-    """What `plan` makes of traced graphs, which stay as they are.
+    """Run the passes, with the settings of `plan`, on copies of the graphs `traced`, and predict the step.
 
     Args:
-        parameters: elements of all sharded parameters.
-        traced_world: the number of ranks for which the graphs were traced. The plan may be for another number.
-        microbatch_cache_bytes: most bytes of unsharded parameters that are cached from microbatch to microbatch.
-        link: the machine's figures as measured. Default: those that the plan goes by.
-        in_eager: of parameters that no graph gathers.
+        parameters: number of elements of all sharded parameters.
+        traced_world: the number of ranks for which the graphs were traced. `plan` may be for another number.
+        microbatch_cache_bytes: most bytes of parameters that stay unsharded from one microbatch to the next.
+        link: the machine's measured rates, for predictions. Default: the rates by which passes plan, `plan.link`.
+        in_eager: a `Width` for each parameter that eager code, not a graph, gathers.
     """
     link = link or plan.link
     graphs = tuple(_planned(graph, plan, link, traced_world) for graph in traced)
@@ -91,7 +91,7 @@ def predict_step(
 
 
 def _over_hosts_ms(link: Link, parameters: int, graphs: Sequence[PlannedGraph]) -> float:
-    """Time of a step in which compute waits for transfers over the hosts of a mesh (host, gpu), outside of graphs."""
+    """Return the milliseconds of a step in which compute waits for transfers over hosts, outside of graphs."""
     hosts = link.hosts
     if hosts is None:
         return 0.0
@@ -106,7 +106,7 @@ def _over_hosts_ms(link: Link, parameters: int, graphs: Sequence[PlannedGraph]) 
 
 
 def _widths(graphs: Sequence[PlannedGraph], link: Link, in_eager: Iterable[Width]) -> tuple[Width, ...]:
-    """By dtypes on the wire, how many elements are gathered, and their bytes; each parameter counts once."""
+    """Return, for each dtype of transfers, the elements and bytes of gathered parameters. Each counts once."""
     widths = list(in_eager)
     for gather in {gather.parameter: gather for graph in graphs for gather in graph.gathers}.values():
         dtypes = gather.dtype if link.narrow is None else link.narrow.dtypes
@@ -119,7 +119,7 @@ def _widths(graphs: Sequence[PlannedGraph], link: Link, in_eager: Iterable[Width
 
 
 def _cached(graphs: Sequence[PlannedGraph], microbatch_cache_bytes: int) -> dict[Key, int]:
-    """What is cached over microbatches, with its bytes. The first to arrive is cached first, as in the runtime."""
+    """Return (name, dtype) -> bytes of parameters that stay unsharded between microbatches: the first that fit."""
     cached: dict[Key, int] = {}
     for graph, _ in in_order(graphs):
         for gather in sorted(graph.gathers, key=lambda gather: gather.arrives):
@@ -131,7 +131,7 @@ def _cached(graphs: Sequence[PlannedGraph], microbatch_cache_bytes: int) -> dict
 def _planned(
     traced: Traced, plan: Plan, link: Link, traced_world: int, cached: Collection[Key] | None = None
 ) -> PlannedGraph:
-    """The planned graph. `cached` is what is cached inside of `zcompile.accumulate`; None outside of it."""
+    """Plan and predict one graph. `cached`: the parameters that `accumulate` keeps unsharded; None outside of it."""
     graph, copies = copied(traced.graph)
     pipeline.run_passes(graph, pipeline.schedule_passes(plan))
     names = {copies[node]: name for node, name in traced.names.items()}
@@ -173,7 +173,7 @@ def _planned(
 
 
 def _held_by(traced: Traced, plan: Plan, link: Link, timeline: Timeline, least_s: float) -> str:
-    """What most of a graph's exposed time is due to; see `PlannedGraph.held_by`."""
+    """Return the main cause of a graph's exposed communication time; see `PlannedGraph.held_by`."""
     if timeline.exposed_s < LITTLE * timeline.total_s:
         return ""
     graph, _ = copied(traced.graph)
@@ -187,7 +187,7 @@ def _held_by(traced: Traced, plan: Plan, link: Link, timeline: Timeline, least_s
 def _gathers(
     lifetimes: ParamLifetimes, timeline: Timeline, names: Mapping[Node, str], hits: Collection[Node]
 ) -> tuple[Gather, ...]:
-    """Those of the graph, but for `hits`, starts that find their parameter cached."""
+    """Return the gathers of the graph, without `hits`: starts that find their parameter still unsharded."""
     transfers = {transfer.start: transfer for transfer in timeline.transfers}
     starts = dict.fromkeys(lifetime.start for lifetime in lifetimes.lifetimes)
     buckets = {start: i for i, start in enumerate(start for start in starts if start.target is GATHER_GROUP_START)}
@@ -216,7 +216,7 @@ def _gathers(
 
 
 def _key(start: Node, names: Mapping[Node, str]) -> Key:
-    """Of a gather of one parameter."""
+    """Return (parameter, dtype) of a gather of one parameter."""
     shard = cast(Node, start.args[0])
     return names.get(shard, shard.name), _dtype_name(start)
 
@@ -226,5 +226,5 @@ def _dtype_name(node: Node) -> str:
 
 
 def _shards(graph: Graph, named: Collection[Node]) -> set[Node]:
-    """Inputs that are shards, which live as long as the model: those named, and what is gathered or reduced."""
+    """Return the inputs that are shards, which outlive the graph: those with names, and those gathered or reduced."""
     return {*named, *(shard for start in calls(graph, *GATHERS, GATHER_ROWS, *REDUCES) for shard in shards_of(start))}

@@ -1,4 +1,4 @@
-"""Traces a model into the graphs of its forward and backward, before they are scheduled."""
+"""Traces a model into the graphs of its forward and backward, before passes schedule the transfers."""
 
 import contextlib
 import types
@@ -18,13 +18,13 @@ from zcompile.state.attributes import PLANS
 
 @dataclass(frozen=True)
 class Traced:
-    """A graph of a model before it is scheduled, and the names of the parameters whose shards are its inputs."""
+    """A graph before passes schedule its transfers, and the names of the parameters whose shards are its inputs."""
 
     kind: str
     graph: Graph
     names: Mapping[Node, str]
-    activation_memory_budget: float = 1.0  # under which its forward was split from its backward
-    recomputed_segments: int = 0  # of forward, for a limit of memory
+    activation_memory_budget: float = 1.0  # the share of activations that forward saves for backward
+    recomputed_segments: int = 0  # number of segments of forward that backward recomputes, for a limit of memory
 
 
 def trace(
@@ -38,13 +38,13 @@ def trace(
 
     Args:
         run: runs the forward. It is called once.
-        name_of: what an input of a Dynamo graph is -> the name of the parameter whose shard it is, or None.
-        limited: `plan` for a Dynamo graph with these inputs, with the limit of memory.
-        decompositions: of ops, which the graphs then do not have.
+        name_of: maps an input of a Dynamo graph to the name of the parameter whose shard it is, or to None.
+        limited: maps `plan` and the inputs of a Dynamo graph to a plan with the limit of memory for that graph.
+        decompositions: op -> function that replaces the op by other ops in the graphs.
 
     Returns:
-        A forward and, if it has one, a backward for each of Dynamo's graphs. The passes on joint graphs have run, the
-        schedule passes have not.
+        For each of Dynamo's graphs, its forward and, if it has one, its backward. The passes on the joint graph of both
+        have run. The passes that schedule transfers have not.
     """
     traced: list[Traced] = []
 
@@ -67,17 +67,17 @@ def trace(
         torch.compile(fresh, backend=backend)(run)
     if not traced:
         raise RuntimeError(
-            "zcompile: no graph was captured, so there is nothing to plan: is the forward excluded from Dynamo?"
+            "zcompile: no graph was captured, so there is no plan: Dynamo skips the forward. Let Dynamo trace it."
         )
     return traced
 
 
 @contextlib.contextmanager
 def without_compiled_calls(model: nn.Module) -> Iterator[None]:
-    """Calls of `model` and of its modules are those before `module.compile()`.
+    """Within the `with` block, let calls of `model` and its modules run as before `module.compile()`, without its code.
 
-    Why: where Dynamo does not trace the call of a module, eager code would call the module's own compiled code, and the
-    backend of a trace would see none of its graphs.
+    Why: if Dynamo does not trace the call of a module, eager code would run the module's own compiled code, whose
+    graphs the backend of the trace would not see.
     """
     compiled = {each: each._compiled_call_impl for each in model.modules() if "_compiled_call_impl" in each.__dict__}
     for module in compiled:
@@ -90,7 +90,7 @@ def without_compiled_calls(model: nn.Module) -> Iterator[None]:
 
 
 def copied(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
-    """A copy of `graph`, and the copy of each of its nodes."""
+    """Return a copy of `graph`, and a mapping from its nodes to their copies."""
     copy, copies = Graph(), dict[Node, Node]()
     copy.output(copy.graph_copy(graph, copies))
     copy.owning_module = graph.owning_module  # which has the subgraphs that nodes name
@@ -102,7 +102,7 @@ def _call(run: Callable[[], Any]) -> Any:
 
 
 def _traced(graph: Graph, names: Sequence[str | None], plan: Plan) -> Traced:
-    """`names`: of each input of the Dynamo graph that `graph` is of."""
+    """Copy `graph`. `names`: for each input of its Dynamo graph, the name of the parameter, or None."""
     copy, copies = copied(graph)
     kind = "backward" if any(map(is_tangent, graph.find_nodes(op="placeholder"))) else "forward"
     names_of_inputs = {copies[node]: name for node, i in dynamo_inputs(graph).items() if (name := names[i]) is not None}

@@ -1,12 +1,12 @@
-"""Graphs as a GPU would run them, traced without one: `zcompile explain`.
+"""Lets `zcompile explain` trace, without a GPU, the graphs that a GPU would run.
 
-On the CPU, torch runs attention as plain matmuls where its one kernel does not fit, as for values that are narrower
-than queries (DeepSeek-V3). The scores then stand in the graph, with their memory and their time. A GPU has a kernel for
-that. The ops of GPUs have fake results on any device, so a graph can have them that nobody runs.
+On the CPU, torch runs attention as plain matmuls if its only fused kernel does not support the inputs, such as values
+that are narrower than queries (DeepSeek-V3). The graph then contains the attention scores, with their memory and time.
+A GPU has a fused kernel for such inputs. Its op has a fake implementation on any device, so a traced graph can have it.
 
-To know which tensors a user's Triton kernel writes, torch compiles it to Triton's first representation, and Triton asks
-its driver for which GPU. Where there is none, torch takes every argument for written, and graphs have copies that
-nobody makes.
+To know which tensors a user's Triton kernel writes, torch compiles the kernel to Triton's first representation, and
+Triton asks its driver for the type of GPU. Without a GPU, torch assumes that the kernel writes every argument, and
+inserts copies that a real run would not have.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ CAPABILITY, WARP_THREADS = 90, 32  # of Hopper; which arguments are written is t
 
 @contextlib.contextmanager
 def attention_of_gpus(hardware: Hardware) -> Iterator[None]:
-    """Inside, models that are traced on fake CPU tensors get the attention ops that torch would choose on `hardware`.
+    """In the `with` block, models that are traced on fake CPU tensors get the attention ops of the GPU `hardware`.
 
-    `DeviceAttention` chooses those of scaled dot product attention. Flex attention stays an op of its own. torch
-    refuses its backward on CPUs, so until the block ends torch's check of the device is left out, in the whole process.
+    For scaled_dot_product_attention, `DeviceAttention` chooses the op. Flex attention stays one op, and torch refuses
+    its backward on CPUs. So until the block ends, torch's check of its device is off, in the whole process.
     """
     check = flex_attention._validate_device
     flex_attention._validate_device = lambda query, key, value: None
@@ -44,11 +44,11 @@ def attention_of_gpus(hardware: Hardware) -> Iterator[None]:
 
 
 class DeviceAttention(TorchFunctionMode):
-    """Inside, a model that is traced on fake tensors calls the attention that a GPU would run.
+    """In this mode, a model traced on fake tensors calls the attention op that a GPU would run.
 
-    On GPUs that have it first, that is cuDNN's. What flash attention runs stays torch's op for CPUs, which counts as
-    flash attention. With a mask, or with values of another width than queries, it is the memory-efficient kernel's op.
-    All else stays as it is: odd widths, grouped queries that cuDNN does not take.
+    It is cuDNN's op on GPUs on which torch prefers cuDNN. If flash attention would run, torch's CPU op stays; its cost
+    is that of flash attention. With a mask, dropout, or values of another width than queries, it is the op of the
+    memory-efficient kernel. Odd widths, and grouped queries without cuDNN, stay as they are.
     """
 
     def __init__(self, hardware: Hardware):
@@ -71,7 +71,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """The other arguments and the result are those of `torch.nn.functional.scaled_dot_product_attention`."""
+    """Return the result of `scaled_dot_product_attention`, which has the other arguments, by the op of a GPU."""
     widths = query.shape[-1], value.shape[-1]
     grouped = query.dim() == 4 and query.shape[1] != key.shape[1]
     fits = query.dtype in DTYPES and query.dim() == 4 and not any(width % ALIGNED for width in widths)
@@ -90,14 +90,14 @@ def _attention(
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """A mask as what is added to scores [batch, heads, rows, columns]."""
+    """Return a boolean or float mask as the tensor to add to attention scores, [batch, heads, rows, columns]."""
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
 class _Driver:
-    """As much of a driver of Triton as tracing asks for."""
+    """The part of a Triton driver that tracing needs."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -107,7 +107,7 @@ class _Driver:
 
 @contextlib.contextmanager
 def triton_without_gpu() -> Iterator[None]:
-    """Inside, Triton kernels can be traced, though not run, on a machine without a GPU. With one, nothing changes."""
+    """In the `with` block, Triton kernels can be traced, but not run, without a GPU. With a GPU, nothing changes."""
     if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""What is trained: the built-in decoder, a Hugging Face config with random weights, or a user's own module."""
+"""Models with batches: the built-in decoder, a Hugging Face config with random weights, or a user's own module."""
 
 import importlib.util
 import re
@@ -18,7 +18,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class BadInput(ValueError):
-    """A user asked for what is not possible. The text is one sentence."""
+    """The user's command line is wrong or not possible. The text is one sentence for the user."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class HuggingFace(nn.Module):
             self.model.gradient_checkpointing_enable()
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Mean next-token loss of int64 tokens [batch, tokens + 1], of which the last is left out."""
+        """Return the mean next-token loss of `tokens`, int64 [batch, tokens + 1]. The last token is left out."""
         tokens = tokens[:, :-1]
         return self.model(input_ids=tokens, labels=tokens).loss
 
@@ -64,7 +64,7 @@ class WithLoss(nn.Module):
 
 
 def tokens_of(batch: Any) -> int | None:
-    """How many tokens a batch has: integers in a tensor, or in a mapping's `input_ids`; None if there are none."""
+    """Return the number of tokens of `batch`, an integer tensor or a mapping with `input_ids`; None for others."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
     if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         return None
@@ -72,19 +72,19 @@ def tokens_of(batch: Any) -> int | None:
 
 
 def draw_tokens(vocabulary: int, sequences: int, tokens: int, step: int, rank: int) -> torch.Tensor:
-    """int64 [sequences, tokens + 1] of a skewed distribution, which a model learns in a few dozen steps."""
+    """Return random int64 tokens [sequences, tokens + 1], skewed, so that a model learns in a few dozen steps."""
     generator = torch.Generator().manual_seed((step << 16) + rank)
     return (vocabulary * torch.rand(sequences, tokens + 1, generator=generator) ** 4).long()
 
 
 def load(name: str, module: str | None, sequences: int | None, tokens: int | None, checkpointing: bool) -> Workload:
-    """The workload that the command line asks for, on the default device, in fp32, from the default generator.
+    """Return the model and batches that the command line asks for, on torch's default device and in fp32.
 
     Args:
-        name: one of SIZES, or what `transformers.AutoConfig` takes.
-        module: "file.py:build", which is taken instead of `name`. `build()` returns a module, `batch(step, rank)`, and
+        name: a key of SIZES, or a name or path that `transformers.AutoConfig` takes.
+        module: "file.py:build", used instead of `name`. `build()` returns a module, `batch(step, rank)`, and
             `loss(module, batch)`.
-        sequences, tokens: of a batch, if other than the model's usual ones. They have no meaning with `module`.
+        sequences, tokens: sequences per batch, tokens per sequence. None: the model's defaults. Ignored with `module`.
     """
     if module:
         model, batch, loss = built_by(function_of(module), module)
@@ -132,7 +132,7 @@ def _first_line(error: Exception) -> str:
 
 
 def import_alone(file: Path) -> ModuleType:
-    """The module of a file, imported under a name that no other module has."""
+    """Return the Python module of `file`, imported under a name of its own."""
     specification = importlib.util.spec_from_file_location(f"zcompile_profiled_{file.stem}", file)
     if specification is None or specification.loader is None:
         raise BadInput(f"--module takes a Python file, and {file} is none")
@@ -143,7 +143,7 @@ def import_alone(file: Path) -> ModuleType:
 
 
 def function_of(where: str, import_file: Callable[[Path], ModuleType] = import_alone) -> Callable[[], Any]:
-    """The function that "file.py:function" names."""
+    """Return the function that `where`, "file.py:function", names."""
     text, _, function = where.rpartition(":")
     file = Path(text)
     if not text or not file.is_file():
@@ -160,7 +160,7 @@ def function_of(where: str, import_file: Callable[[Path], ModuleType] = import_a
 
 
 def built_by(build: Callable[[], Any], where: str) -> Any:
-    """The module, the batches and the loss that a user's function, which `where` names, returns."""
+    """Return `build()`, which must be (module, batch, loss). `where`: the name of this function, for errors."""
     made = build()
     if not isinstance(made, tuple) or len(made) != 3:
         raise BadInput(f"{where} must return a module, batch(step, rank) and loss(module, batch)")
