@@ -1,1 +1,1 @@
-"""Compile once, load everywhere: one file with all that a first step compiles, made by one process for every rank."""
+"""Artifacts: files with the compiled code of a model, which one process compiles and every rank loads."""

@@ -32,7 +32,7 @@ _OLDEST = (2, 13)
 
 
 def lacking() -> str:
-    """Return why this torch cannot save compiled models; empty if it can."""
+    """Return the reason why this version of torch cannot save compiled models, or "" if it can."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST:
         return f"torch {torch.__version__} cannot save compiled models; that needs torch 2.13 or later"
     return ""
@@ -47,20 +47,20 @@ class Code(NamedTuple):
 
 
 class Reused(BaseException):
-    """Raised by a backend instead of compiling: its argument is the saved `Code` of an equal graph."""
+    """Raised by a backend that need not compile: the argument is the `Code` of an equal graph from an older file."""
 
 
 class Made(NamedTuple):
-    """One compiled graph, as `compile_ahead` returns it. `Loaded` takes the first three fields."""
+    """The result of `compile_ahead`: one graph, compiled to bytes. `Loaded` loads its first three fields."""
 
     program: bytes  # Dynamo's bytecode and guards
     objects: bytes  # globals that the bytecode reads
     code: Code
     # (module, first line, line after the last, SHA-256 of the text) of each traced function.
     sources: list[tuple[str, int, int, str]]
-    # Objects whose guards a file cannot hold: process groups, and objects that are compared by identity. Each is (a
-    # Python expression for the object, from L, the arguments of the call, or G, the globals; the object; whether it is
-    # a global or a process group).
+    # Dynamo's guards that a file cannot hold: those on process groups, and those that compare an object by identity.
+    # For each guard: a Python expression for the object (L is the arguments of the call, G the globals), the object,
+    # and whether the object is a global or a process group.
     dropped: list[tuple[str, Any, bool]]
     meshes: set[DeviceMesh]  # meshes that the traced code reads
 
@@ -69,9 +69,9 @@ def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend, gr
     """Compile `model(*args, **kwargs)`, forward and backward, without running it.
 
     Args:
-        backend: compiles the graph that Dynamo captured. It returns a callable with torch's method `serialize`, as
-            Inductor does, or raises `Reused`.
-        groups: process groups that the model's own collectives may use; see groups.py.
+        backend: compiles the graph that Dynamo captured. It returns a callable with a method `serialize`, such as
+            Inductor's, or raises `Reused` if an older file has the code.
+        groups: process groups that the model's own collectives may use, each name with its mesh and dimension.
 
     Raises:
         torch._dynamo.exc.Unsupported: the model has graph breaks.
@@ -111,7 +111,7 @@ def _is_dynamos(name: str) -> bool:
 
 
 def _save_objects(artifacts: Any) -> bytes:
-    """Pickle the globals that Dynamo added for its bytecode and does not save itself; modules by their names."""
+    """Return, pickled, the globals that Dynamo added for its bytecode but does not save itself; modules as names."""
     environment, scope = artifacts.runtime_env, nn.Module._call_impl.__globals__
     saved = {*environment.import_sources, *environment.used_globals, artifacts.backend_id}
     objects = {name: scope[name] for name in environment.external_refs if _is_dynamos(name) and name not in saved}
@@ -127,10 +127,10 @@ def _is_group(guard: Any) -> bool:
 
 
 def _is_saved(guard: Any, dropped: list[tuple[str, Any, bool]]) -> bool:
-    """Return whether a file keeps `guard`.
+    """Return whether a file holds `guard`, a guard of Dynamo.
 
-    It keeps no guard on a shard, because shard sizes differ between ranks. It cannot keep guards on process groups and
-    on the identity of objects; these are appended to `dropped`.
+    Guards on shards are left out, because shard sizes differ between ranks. Torch cannot save guards on process groups
+    and on the identity of objects: these are appended to `dropped`.
     """
     kinds = {guard.guard_type, *guard.derived_guard_types}
     if LEAF in guard.name and "TENSOR_MATCH" in kinds:
@@ -143,7 +143,7 @@ def _is_saved(guard: Any, dropped: list[tuple[str, Any, bool]]) -> bool:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a mesh, which a returned DTensor refers to, by its key, because each rank has its own mesh object."""
+    """Pickles the `DeviceMesh` of a returned DTensor as its `mesh_key`, because each rank has its own mesh object."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, DeviceMesh):
@@ -154,7 +154,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Saved(SerializableCallable):
-    """The callable of a compiled graph. Torch saves it as zero bytes; the file has `code` as a separate part."""
+    """The callable of a compiled graph. Torch serializes it to zero bytes, because a file holds `code` separately."""
 
     def __init__(self, compiled: Any, code: Code | None = None):
         self.compiled, self.code = compiled, code
@@ -163,7 +163,7 @@ class _Saved(SerializableCallable):
         return self.compiled(*args)
 
     def take_code(self, groups: Groups) -> Code:
-        """Return the code as a file holds it. Afterwards this object cannot be called."""
+        """Return the compiled code in the form that a file holds. Afterwards this object cannot be called."""
         with torch._functorch.config.patch(bundled_autograd_cache=True):
             entry = self.compiled.serialize()
         entry.serialized_bw_module = None  # the backward graph, which only compiled autograd needs
@@ -184,7 +184,7 @@ class _Saved(SerializableCallable):
         return cls(None)  # callable after `load`
 
     def load(self, entry: bytes, groups: Groups) -> None:
-        """Load a pickled `Code.entry`, whose collectives then run over this rank's `groups`."""
+        """Unpickle `entry` (`Code.entry`) for calls of this object. Collectives run over this rank's process groups."""
         loaded = pickle.loads(entry)
         kernels.install_modules(loaded, groups)
         self.compiled = deserialize_bundled_cache_entry(loaded)
@@ -208,14 +208,14 @@ class Loaded:
     """A callable compiled graph, which `compile_ahead` made in this process or in another one."""
 
     def __init__(self, program: bytes, objects: bytes, code: Code, groups: Groups):
-        """Unpickle the arguments, which must be trusted. Runs no compiler, and starts no process."""
+        """Unpickle a compiled graph, which must come from a trusted file. Runs no compiler, and starts no process."""
         kernels.install_kernels(code.libraries)
         meshes = logging.getLogger("torch.distributed.device_mesh")
         scope = {name: value for name, value in nn.Module._call_impl.__globals__.items() if not _is_dynamos(name)}
         modules, others = pickle.loads(objects)
         scope |= others | {name: importlib.import_module(module) for name, module in modules.items()}
-        # Meshes are those of the rank that compiled; torch would warn that this rank lacks their process groups.
-        # Unpickling makes so many objects that the garbage collector would take a third of the time.
+        # The unpickled meshes are the compiling rank's. Suppress torch's warning that this rank lacks their groups.
+        # Stop the garbage collector: unpickling makes so many objects that it would take a third of the time.
         with kernels.in_this_process(), _silent(meshes), without_gc():
             self.function = AOTCompiledFunction.deserialize(program, scope)
             saved: Any = self.function._artifacts.compiled_fn
@@ -223,7 +223,7 @@ class Loaded:
         self.function.disable_guard_check()  # the caller calls `failed_guard` first
 
     def failed_guard(self, model: nn.Module, args: Any, kwargs: Any) -> str:
-        """Return the saved guards that do not hold for this call, in words; empty if all hold."""
+        """Return the text of the saved Dynamo guards that fail for `model(*args, **kwargs)`, or "" if all hold."""
         if self.function.guard_check(model, *args, **kwargs):
             return ""
         arguments = self.function.prepare_f_locals(model, *args, **kwargs)
@@ -231,10 +231,10 @@ class Loaded:
         return "; ".join(map(str, guards.check_verbose(arguments).verbose_code_parts)) or "a guard does not hold"
 
     def look_up(self, expression: Any, model: nn.Module) -> Any:
-        """Evaluate an expression of `Made.dropped`, as text or compiled, in this process; raises if that fails."""
+        """Evaluate a Python expression of `Made.dropped`, a string or code object, here. The expression may raise."""
         return eval(expression, {"L": {"self": model}, "G": self.function.fn.__globals__})
 
 
 def runs_compiled_code() -> bool:
-    """Return whether compiled code may run: not under a `torch.compiler.set_stance` such as "force_eager"."""
+    """Return whether torch's stance lets compiled code run, unlike `torch.compiler.set_stance("force_eager")`."""
     return eval_frame._stance.stance == "default"

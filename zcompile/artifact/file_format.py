@@ -1,10 +1,10 @@
-"""The file that holds a compiled model: magic, SHA-256 of the rest, length of the header, header (JSON), parts.
+"""The file of a compiled model: magic, SHA-256 of all that follows it, length of the header, header (JSON), parts.
 
 [Note: a file is a program]
 Loading a file unpickles objects and runs native code, so a file can do anything that a program can. Nothing is
-unpickled before four checks passed: which users may write the file, the SHA-256 that the caller gave (if any), the
-SHA-256 in the file, and the fingerprint in its header. The SHA-256 in the file detects damage; only one that the caller
-gave detects an attacker.
+unpickled before four checks pass: no other user may write the file, it has the SHA-256 that the caller gave (if any),
+it has the SHA-256 that it states, and the fingerprint in its header equals this process's. The SHA-256 in the file
+detects damage; only a SHA-256 from the caller detects an attacker.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ LENGTH_BYTES = 8  # size of the field with the header's length, little-endian
 
 
 class ArtifactError(RuntimeError):
-    """A model's code cannot be saved in a file, or loaded from one. The text says why."""
+    """A model's compiled code cannot be saved in a file, or loaded from one. The text says why."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,17 @@ def encode(fingerprint: Mapping[str, str], facts: Mapping[str, Any], parts: Mapp
 
 
 def decode(data: bytes, name: str) -> Artifact:
-    """Parse the bytes of a file, without unpickling anything. Errors call the file `name`.
+    """Parse the bytes of an artifact, without unpickling anything. Errors call the file `name`.
 
     Raises:
-        ArtifactError: `data` is not such a file, or is damaged.
+        ArtifactError: `data` is not an artifact of this version, or is damaged.
     """
     if not data.startswith(MAGIC):
-        raise ArtifactError(f"zcompile: {name} is not an artifact of this version of zcompile.")
+        raise ArtifactError(f"zcompile: {name} is not an artifact of this version of zcompile. Make it anew.")
     start = len(MAGIC) + hashlib.sha256().digest_size
     body = memoryview(data)[start:]
     if hashlib.sha256(body).digest() != data[len(MAGIC) : start]:
-        raise ArtifactError(f"zcompile: {name} is damaged: it has another checksum than it says. Make it anew.")
+        raise ArtifactError(f"zcompile: {name} is damaged: its bytes do not match its checksum. Make it anew.")
     at = LENGTH_BYTES + int.from_bytes(body[:LENGTH_BYTES], "little")
     header = json.loads(bytes(body[LENGTH_BYTES:at]))
     parts = {}
@@ -71,8 +71,8 @@ def read(path: Path, sha256: str | None = None) -> bytes:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ArtifactError: a user other than this one, root and its group may write or replace it, its SHA-256 differs from
-            `sha256`, or it cannot be read.
+        ArtifactError: a user other than this one, root and the file's group may write or replace the file; the file's
+            SHA-256 differs from `sha256`; or the file cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -84,12 +84,12 @@ def read(path: Path, sha256: str | None = None) -> bytes:
         raise ArtifactError(f"zcompile: {path} cannot be read: {error}.") from None
     found = hashlib.sha256(data).hexdigest()
     if sha256 is not None and found != sha256.lower():
-        raise ArtifactError(f"zcompile: {path} has the SHA-256 {found}, not {sha256}, which was asked for.")
+        raise ArtifactError(f"zcompile: {path} has the SHA-256 {found}, not {sha256}, as sha256= demands.")
     return data
 
 
 def check_writers(path: Path, status: os.stat_result) -> None:
-    """Raise ArtifactError if other users may write or replace a file or folder; warn if its group may write it."""
+    """Raise ArtifactError if other users may write or replace `path`, a file or folder; warn if its group may."""
     problem, folder = "", path.parent.stat().st_mode
     if status.st_uid not in (os.geteuid(), 0):
         problem, remedy = f"it belongs to the user of number {status.st_uid}", "If you trust it, copy it."

@@ -1,7 +1,7 @@
-"""Fields of text that must be equal in the process that makes a file and in each process that loads it.
+"""The fingerprint of an artifact: named texts that must be equal where the file is made and where it is loaded.
 
-An error names each field that differs, with both values. So a value is plain text, or a hash if the text would be too
-long to read. The hash of a list stands beside the list's length (`_digest`).
+An error prints both values of each field that differs. So a value is plain text, or, if that would be too long to read,
+the number of its lines and their hash (`_digest`).
 """
 
 import dataclasses
@@ -37,31 +37,31 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 def fingerprint(
     model: nn.Module, settings: Settings, mode: str | None, memory_bytes: int, args: Any, kwargs: Any
 ) -> dict[str, str]:
-    """Return the fields of a sharded model, of this machine, and of the first call, `model(*args, **kwargs)`.
+    """Return the fingerprint of this machine, the settings, a sharded model, and its call `model(*args, **kwargs)`.
 
-    All ranks of a run must have equal fields.
+    All ranks of a run must have equal fingerprints.
 
     Args:
-        memory_bytes: memory of a rank that the plan is made for, see `zcompile.options.Settings.plan`.
+        memory_bytes: a rank's memory, from which `zcompile.options.Settings.plan` sets the passes' budgets.
     """
     return {**surroundings(model, settings, mode, memory_bytes), **of_call(model, args, kwargs)}
 
 
 def surroundings(model: nn.Module, settings: Settings, mode: str | None, memory_bytes: int) -> dict[str, str]:
-    """Return the fields that all programs of a file share: those of this machine and of the settings."""
+    """Return the fingerprint fields that all compiled programs of a file share: of this machine and of the settings."""
     state = state_of(model)
     return {**machine(state.mesh.device_type), **settings_of(state, settings, mode, memory_bytes)}
 
 
 def of_call(model: nn.Module, args: Any, kwargs: Any) -> dict[str, str]:
-    """Return the fields of one program: those of the model, and of the call `model(*args, **kwargs)`."""
+    """Return the fingerprint fields of one compiled program: of `model` and of its call `model(*args, **kwargs)`."""
     with _outside_of_forward(model):
         return {**structure(model, state_of(model)), **modes(model), "inputs": inputs(args, kwargs)}
 
 
 @contextmanager
 def _outside_of_forward(model: nn.Module) -> Iterator[None]:
-    """Let reads of parameters return the DTensors, as outside of a forward, without gathering a block."""
+    """In this context, reads of parameters return the sharded DTensors, as outside of a forward, and gather nothing."""
     state = state_of(model)
     before, state.in_compiled = state.in_compiled, False
     try:
@@ -71,7 +71,7 @@ def _outside_of_forward(model: nn.Module) -> Iterator[None]:
 
 
 def machine(device_type: str) -> dict[str, str]:
-    """Return the versions of software, and the GPU or processor for which code is compiled."""
+    """Return fingerprint fields: versions of software, and the GPU or processor for which code is compiled."""
     fields = {
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
@@ -106,7 +106,7 @@ def _processor_flags() -> str:
 
 
 def settings_of(state: ShardedModel, settings: Settings, mode: str | None, memory_bytes: int) -> dict[str, str]:
-    """Return the settings that decide a plan, and torch's own settings."""
+    """Return fingerprint fields: zcompile's settings, the passes' configuration made of them, and torch's settings."""
     options = {name: value for name, value in vars(settings).items() if name != "inductor"}
     return {
         "mesh": " and ".join(
@@ -132,7 +132,7 @@ _NO_FIELDS = (
 def _torch_settings() -> dict[str, str]:
     """Return the settings of Dynamo, AOTAutograd and Inductor that torch's own caches have in their keys.
 
-    `_NO_FIELDS` are left out, because they differ between virtual environments, working directories and machines.
+    `_NO_FIELDS` are left out: their values differ between virtual environments, working directories and machines.
     """
     return {
         f"{config}.{name}": str(sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)
@@ -147,7 +147,7 @@ def _torch_settings() -> dict[str, str]:
 
 
 def parameters_of(model: nn.Module) -> list[tuple[str, ShardedParameter, int]]:
-    """Return (name in `model`, parameter, domain) of each sharded parameter; `model` may be a block of a model."""
+    """Return (name, parameter, number of its mesh and runtime) of each sharded parameter of `model`, or of a block."""
     with _outside_of_forward(model):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [
@@ -159,7 +159,7 @@ def parameters_of(model: nn.Module) -> list[tuple[str, ShardedParameter, int]]:
 
 
 def structure(model: nn.Module, state: ShardedModel) -> dict[str, str]:
-    """Return hashes of the modules and their code, of parameters, buffers and hooks."""
+    """Return fingerprint fields: hashes of the modules and their code, of parameters, buffers and hooks."""
     parameters = [
         f"{name} {list(sharded.global_shape)} {sharded.leaf.dtype} requires_grad={sharded.leaf.requires_grad} "
         f"cut along {sharded.layout.dim} in domain {domain}{_spread(sharded)}"
@@ -187,7 +187,7 @@ def structure(model: nn.Module, state: ShardedModel) -> dict[str, str]:
 
 
 def _spread(sharded: ShardedParameter) -> str:
-    """Describe the placements of a DTensor over an inner mesh, see groups.py; empty for other parameters."""
+    """Describe the placements of a parameter under tensor or expert parallelism; "" for any other parameter."""
     parameter, layout = sharded.parameter, sharded.layout
     if not isinstance(parameter, DTensor) or not (layout.inner or layout.local):
         return ""
@@ -243,7 +243,7 @@ def _function_name(function: Any) -> str:
 
 
 def modes(model: nn.Module) -> dict[str, str]:
-    """Return the current modes of torch and of the model that change compiled code, such as autocast."""
+    """Return fingerprint fields: torch's state that changes compiled code, such as autocast, and training modules."""
     kinds = ("cpu", "cuda")
     autocast = [
         f"{kind} {torch.get_autocast_dtype(kind)} cache={torch.is_autocast_cache_enabled()}"
@@ -273,7 +273,7 @@ def inputs(args: Any, kwargs: Any) -> str:
 
 
 def described(value: Any) -> str:
-    """Describe a tensor by class, layout, dtype and device type, a plain value by itself, other objects by class."""
+    """Describe a tensor by class, layout, dtype and device type, a plain value by `repr`, other objects by class."""
     if isinstance(value, torch.Tensor):
         layout = f"{list(value.shape)} stride {list(value.stride())}" if value.layout is torch.strided else value.layout
         if dynamic := getattr(value, "_dynamo_weak_dynamic_indices", ()):  # set by torch._dynamo.maybe_mark_dynamic
@@ -291,9 +291,9 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def differences(made: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
-    """Return one line for each field that differs between a file and this process.
+    """Return a line for each fingerprint field that differs between a file (`made`) and this process (`here`).
 
-    The device number counts only if the file has it. `ANY` equals every size, because guards check dynamic sizes.
+    The GPU's number counts only if the file has it. `ANY` equals every size, because guards check dynamic sizes.
     """
     return [
         f"{name}: made for {made.get(name, 'nothing')}; here {here.get(name, 'nothing')}"

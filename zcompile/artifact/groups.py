@@ -1,15 +1,15 @@
-"""Replaces process groups in saved code by their places in the model's meshes, which are the same on all ranks.
+"""Replaces the name of a process group in saved code by its mesh and dimension, which are the same on all ranks.
 
 [Note: collectives in a file]
-Under expert parallelism, a graph has the model's own collectives, and Inductor writes the names of their process groups
-into its code. These names may differ between ranks. So a file has a *place* instead of a name: the mesh of a parameter,
-and a dimension of this mesh. A rank that loads the file replaces each place by the name of its own group there.
+Under expert parallelism, the model itself calls collectives, and Inductor writes the names of their process groups into
+the code that it generates. These names may differ between ranks. So a file has a *place* instead of a name: the mesh of
+a parameter, and a dimension of this mesh. A rank that loads the file replaces each place by its own group's name.
 
 [Note: positions]
-A rank's *position* is its coordinates in the *inner* meshes, the dimensions over which modules read DTensors, such as
-"tp". Code may depend on the position: a redistribution takes this rank's slice, and the last rank may have fewer rows.
-So a file has one program for each position, and a rank loads the program for its own. Code depends on no other
-coordinate, so ranks that differ along "dp" alone run the same program.
+Forwards read some parameters as DTensors over an *inner mesh*: the last dimensions of the parameter's mesh, such as
+"tp". A rank's *position* is its coordinates in the inner meshes. Compiled code may depend on the position: it takes
+this rank's slice of a tensor, and the last rank may have fewer rows. So a file has one compiled program for each
+position, and a rank loads its own. Ranks that differ only along other dimensions, such as "dp", run the same program.
 """
 
 import ast
@@ -24,12 +24,12 @@ from zcompile.artifact.file_format import ArtifactError
 from zcompile.state.sharded_model import ShardedModel, models_of, state_of
 from zcompile.state.sharded_parameter import ShardedParameter
 
-Groups = Mapping[str, str]  # name of a process group on this rank -> its place
+Groups = Mapping[str, str]  # name of a process group on this rank -> its place: a mesh and a dimension
 COLLECTIVES = "torch.ops._c10d_functional."
 
 
 def meshes_of(state: ShardedModel) -> Iterator[tuple[ShardedParameter, DeviceMesh]]:
-    """Yield each parameter with the mesh of all ranks that have a part of it."""
+    """Yield each parameter with the mesh of all ranks that hold a part of it."""
     for each in models_of(state):
         for sharded in each.parameters.values():
             parameter = sharded.parameter  # not a DTensor under DeepSpeed
@@ -37,17 +37,17 @@ def meshes_of(state: ShardedModel) -> Iterator[tuple[ShardedParameter, DeviceMes
 
 
 def span_of(state: ShardedModel) -> DeviceMesh:
-    """Return the largest of the parameters' meshes. Its ranks share one file."""
+    """Return the largest of the parameters' meshes. The ranks of this mesh share one artifact."""
     return max(dict.fromkeys([state.mesh, *(mesh for _, mesh in meshes_of(state))]), key=lambda mesh: mesh.size())
 
 
 def inner_meshes(state: ShardedModel) -> dict[DeviceMesh, DeviceMesh]:
-    """Return, for each mesh of a parameter that modules read as a DTensor, its last dimensions: the inner mesh."""
+    """Map the mesh of each parameter that forwards read as a DTensor to this DTensor's mesh: its last dimensions."""
     return {mesh: inner.mesh for sharded, mesh in meshes_of(state) if (inner := sharded.layout.inner) is not None}
 
 
 def positions_of(state: ShardedModel) -> dict[int, str]:
-    """Return each rank's coordinates in tensor and expert parallel meshes, such as "tp 1"; see [Note: positions]."""
+    """Return, by rank, its coordinates in tensor and expert parallel meshes, such as "tp 1"; see [Note: positions]."""
     positions: dict[int, dict[str, int]] = {rank: {} for rank in span_of(state).mesh.flatten().tolist()}
     for mesh, inner in inner_meshes(state).items():
         for rank, place in zip(mesh.mesh.flatten().tolist(), itertools.product(*map(range, mesh.shape)), strict=True):
@@ -57,20 +57,20 @@ def positions_of(state: ShardedModel) -> dict[int, str]:
 
 
 def makers_of(state: ShardedModel) -> list[int]:
-    """Return the ranks that compile: the first of each position, in the order of the mesh `span_of(state)`."""
+    """Return the ranks that compile: the first at each position (tensor and expert parallel coordinates)."""
     positions = positions_of(state)
     first = {position: rank for rank, position in reversed(positions.items())}
     return [rank for rank, position in positions.items() if first[position] == rank]
 
 
 def refuse_meshes(state: ShardedModel, used: Iterable[DeviceMesh] = ()) -> None:
-    """Raise an error if there is a mesh whose ranks cannot share a file.
+    """Raise an error if the ranks of a model cannot share an artifact because of a mesh.
 
     Args:
-        used: the meshes that the traced code reads.
+        used: the meshes that the traced forward reads.
 
     Raises:
-        ArtifactError: names the parameter or the mesh.
+        ArtifactError: a parameter's mesh has other ranks, or the forward reads no DTensor over a mesh that it uses.
     """
     span, inner = span_of(state), inner_meshes(state)
     ranks = set(span.mesh.flatten().tolist())
@@ -79,19 +79,19 @@ def refuse_meshes(state: ShardedModel, used: Iterable[DeviceMesh] = ()) -> None:
         if not has <= ranks or (mesh in inner and has != ranks):
             raise ArtifactError(
                 f"zcompile: no artifact can hold the model: parameter '{sharded.name}' is on the ranks {sorted(has)}, "
-                f"and other parameters on {sorted(ranks)}. Compile without an artifact."
+                f"and other parameters are on the ranks {sorted(ranks)}. Compile without an artifact."
             )
     for mesh in used:
         if mesh not in inner.values():
             raise ArtifactError(
                 f"zcompile: no artifact can hold the model: its forward uses the mesh {mesh.mesh_dim_names} and "
-                "reads no DTensor over it. Then code may hold the rank's coordinates as constants, which are wrong on "
-                "other ranks. Pass the process group to forward instead of the mesh."
+                "reads no DTensor over this mesh. So compiled code may have this rank's coordinates as constants, "
+                "wrong on other ranks. Pass the process group to forward instead of the mesh."
             )
 
 
 def groups_of(model: nn.Module) -> Groups:
-    """Return the place of each process group of the parameters' meshes. Places are the same on all ranks."""
+    """Map the name of each process group of the parameters' meshes to its mesh and dimension, equal on all ranks."""
     groups: dict[str, str] = {}
     for i, mesh in enumerate(dict.fromkeys(mesh for _, mesh in meshes_of(state_of(model)))):
         for dimension, group in enumerate(mesh.get_all_groups()):
@@ -100,7 +100,7 @@ def groups_of(model: nn.Module) -> Groups:
 
 
 def with_places(code: str, groups: Groups) -> str:
-    """Replace names of groups, the last arguments of collectives, in Inductor's code by their places."""
+    """In Inductor's code, replace the last argument of collectives, a process group's name, by mesh and dimension."""
     saved = code
     for call in ast.walk(ast.parse(code)):
         op = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
@@ -114,7 +114,7 @@ def with_places(code: str, groups: Groups) -> str:
 
 
 def with_names(code: str, groups: Groups) -> str:
-    """Replace the places in `code` by the names of this rank's groups: the reverse of `with_places`."""
+    """Replace each mesh and dimension that `with_places` wrote by the name of this rank's process group."""
     for name, place in groups.items():
         code = code.replace(repr(place), repr(name))
     return code

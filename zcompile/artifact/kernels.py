@@ -1,8 +1,8 @@
 """Saves the C++ kernels that Inductor compiled, and loads them from a file without a compiler.
 
 Inductor writes a Python module for each graph. When the module is imported, it passes the source of each kernel to an
-`AsyncCompile`, which compiles it. A module from a file has a `Kernels` instead, which takes C++ kernels from the file.
-So no compiler runs, and Inductor does not test the processor's instructions, which would start up to nine processes.
+`AsyncCompile`, which compiles it. A module from an artifact has a `Kernels` instead, which takes C++ kernels from the
+file. So no compiler runs, and Inductor does not test the processor's instructions in up to nine processes.
 """
 
 import ast
@@ -39,26 +39,26 @@ _files: dict[str, Path] = {}  # shared libraries of the installed kernels, by `k
 
 
 def kernel_key(argument_types: list[str], source: str) -> str:
-    """Return the key of a C++ kernel in a file: a hash of its argument types and source."""
+    """Return the key under which a file holds a C++ kernel: a hash of its argument types and source."""
     return hashlib.sha256("\n".join([*argument_types, source]).encode()).hexdigest()
 
 
 class Kernels(AsyncCompile):
-    """Replaces `AsyncCompile` in modules that come from a file."""
+    """Replaces Inductor's `AsyncCompile` in generated modules that come from a file."""
 
     def cpp_pybinding(self, argtypes: list[str], source_code: str) -> Any:
         """Return the kernel with this source as a Python function."""
         key = kernel_key(argtypes, source_code)
         if key not in _files:
-            raise RuntimeError(f"zcompile: the artifact lacks the C++ kernel {key[:12]}, which its code calls.")
+            raise RuntimeError(f"zcompile: the artifact lacks the C++ kernel {key[:12]} of its code. Make it anew.")
         return CppPythonBindingsCodeCache._load_library_inner(str(_files[key]), key).kernel
 
 
 def graph_hash(gm: GraphModule, joint: GraphModule, joint_inputs: Sequence[Any]) -> str:
     """Hash the graph that Dynamo captured, and the joint graph that AOTAutograd made of it.
 
-    Equal hashes mean equal code if the fields of fingerprint.py are equal, too. Empty if torch cannot hash a graph or a
-    custom pass of the user.
+    If the hashes and the fingerprints (fingerprint.py) of two calls are equal, Inductor generates equal code for them.
+    Returns "" if torch cannot hash a graph or a custom pass of the user.
     """
     captured = [each.code for each in gm.modules() if isinstance(each, GraphModule)]
     nodes = [
@@ -76,17 +76,17 @@ def graph_hash(gm: GraphModule, joint: GraphModule, joint_inputs: Sequence[Any])
 
 
 def graphs_of(entry: Any) -> Iterator[Any]:
-    """Yield the compiled graphs of an entry of AOTAutograd's cache: forward and, if it exists, backward."""
+    """Yield the compiled graphs of `entry`, an entry of AOTAutograd's cache: forward and, if it exists, backward."""
     for part in (entry.compiled_fw, entry.compiled_bw):
         if part is not None:
             yield part.result
 
 
 def take_kernels(entry: Any, groups: Groups) -> dict[str, bytes]:
-    """Return an entry's C++ kernels (shared libraries) by `kernel_key`, and let its code load them from a file.
+    """Return the shared libraries of an AOTAutograd cache entry's C++ kernels, and let its code load them from a file.
 
     Raises:
-        RuntimeError: a kernel is of a kind that a file cannot hold, or a collective is over a group not in `groups`.
+        RuntimeError: a file cannot hold a kernel's kind, or a collective's process group is not in `groups`.
     """
     libraries = {}
     for graph in graphs_of(entry):
@@ -97,7 +97,7 @@ def take_kernels(entry: Any, groups: Groups) -> dict[str, bytes]:
             if owner != "async_compile":
                 continue
             if kind not in KNOWN:
-                raise RuntimeError(f"it has kernels of Inductor's kind {kind!r}, which cannot be saved.")
+                raise RuntimeError(f"Inductor made kernels of the kind {kind!r}, which an artifact cannot hold.")
             if kind == "cpp_pybinding":
                 argument_types, source = map(ast.literal_eval, call.args)
                 kernel = CppPythonBindingsCodeCache.load_pybinding(argument_types, source)
@@ -109,17 +109,17 @@ def take_kernels(entry: Any, groups: Groups) -> dict[str, bytes]:
 
 
 def names_device_number(entry: Any) -> bool:
-    """Return whether an entry's code contains the number of its GPU, and so runs on a GPU of that number alone."""
+    """Return whether an AOTAutograd cache entry's code contains its GPU's number, and so needs this number."""
     return any(DEVICE_NUMBER.search(graph.source_code) for graph in graphs_of(entry))
 
 
 def install_kernels(libraries: Mapping[str, bytes]) -> None:
-    """Write `libraries`, as `take_kernels` returned them, to Inductor's cache folder, where `Kernels` finds them.
+    """Write `libraries`, which `take_kernels` returned, to Inductor's cache folder, from which `Kernels` loads them.
 
-    Only a file can be loaded as a shared library. Ranks of a host share the files.
+    The system loads shared libraries only from files. Ranks of a host share these files.
 
     Raises:
-        ArtifactError: other users may write to that folder, and so could replace a library.
+        ArtifactError: other users may write to the folder, and so could replace a library.
         OSError: the folder is full, or cannot be written.
     """
     folder = Path(cache_dir()) / "zcompile"
@@ -139,7 +139,7 @@ def install_kernels(libraries: Mapping[str, bytes]) -> None:
 
 
 def install_modules(entry: Any, groups: Groups) -> None:
-    """Write an entry's Python modules to the paths from which it imports them, over existing files."""
+    """Write the Python modules of an AOTAutograd cache entry to the paths from which it imports them, over old ones."""
     for graph in graphs_of(entry):
         graph.source_code = with_names(graph.source_code, groups)
         graph.cache_key = code_hash(graph.source_code)
@@ -148,12 +148,12 @@ def install_modules(entry: Any, groups: Groups) -> None:
 
 
 def in_this_process() -> Any:
-    """Return a context in which Inductor starts no compile workers: loaded code needs none."""
+    """Return a context in which Inductor starts no compile workers, because loaded code needs none."""
     return inductor_config.patch(compile_threads=1)
 
 
 def inductor_settings() -> dict[str, Any]:
-    """Return Inductor's settings that change generated code, without those of compilers, paths and workers."""
+    """Return Inductor's settings that change generated code: all but compilers, paths and compile workers."""
     tools = ("cpp.cxx", "cpp.vec_isa_ok", "cuda.cuda_cxx")
     settings: dict[str, Any] = inductor_config.save_config_portable()
     return {

@@ -1,17 +1,17 @@
-"""`zcompile.compile`: runs a model with the code in a file, if all ranks agree on the file at the first call.
+"""`zcompile.compile`: runs a model with compiled code from a file, if all ranks agree on the file at the first call.
 
 [Note: decided together]
-Ranks that run different code may start different collectives, so all ranks decide together. At the first call, each
-rank reads the file. Its *verdict* is that the file fits, that the file does not exist, or why the file does not fit.
-Verdicts are all-gathered.
+Ranks that run different code may start different collectives, so all ranks must use the file, or none. At the first
+call, each rank reads the file and all-gathers its *verdict*: the file fits the rank's model, call and machine; it does
+not exist; or the reason why it does not fit.
 
 - All ranks have the same file, and it fits: each rank loads its own.
 - The file fits on some ranks and does not exist on the others (no shared folder): one rank broadcasts it.
 - No rank has the file: rank 0 compiles, broadcasts the file and writes it, and all ranks load it. Under tensor
-  parallelism, the first rank of each position compiles (see [Note: positions] in groups.py).
+  parallelism, the first rank at each "tp" coordinate compiles (see [Note: positions] in groups.py).
 - In all other cases, one warning gives the reason, and every rank compiles for itself, as `model.compile` does.
 
-Loading may fail on one rank, so the ranks then all-gather whether it succeeded. Broadcasts use the groups of the mesh.
+Loading may fail on one rank. So ranks all-gather whether it succeeded, and if it failed on one, all ranks compile.
 """
 
 import functools
@@ -62,9 +62,9 @@ def compile(
 
     The first call of `model` loads the file, without tracing or compiling. If the file does not exist, rank 0 compiles
     and writes it, and all ranks load the result. If the file was made for another model, machine or settings, a warning
-    names the fields that differ, and every rank compiles. A file is made for the first call: its input shapes, training
-    or evaluation, autocast. A later call for which the file has no program, such as one with another sequence length,
-    is compiled, with a warning.
+    names the differences, and every rank compiles. The code in a file is for one call: its input shapes, training or
+    evaluation mode, and autocast. A later call for which the file has no code, such as one with another sequence
+    length, is compiled, with a warning.
 
     A file is a program: load only a file that you would run. See [Note: a file is a program] in file_format.py.
 
@@ -72,20 +72,20 @@ def compile(
 
     Args:
         model: a sharded model, without compiled submodules.
-        artifact: the path of the file. Ranks may have copies of one file; the copy of one rank is enough.
+        artifact: the path of the file. If it exists only on some ranks, one of these broadcasts it to the others.
         options: see `zcompile.options.Settings`.
-        require: if True, a file that cannot be used is an error; if False, every rank compiles instead.
+        require: if True, a call for which the file cannot be used raises an error; if False, every rank compiles it.
         sha256: the SHA-256 that the file must have, as hexadecimal digits. It is checked before anything is unpickled.
             Implies `require`.
         mode: an Inductor mode, such as "max-autotune-no-cudagraphs".
         blocks: modules of `model` to compile one by one, as `block.compile(backend="zcompile")` does, instead of the
-            whole model. The file has the code of equal blocks once.
+            whole model. The file holds the code of equal blocks once.
 
     Returns:
         `model`.
 
     Raises:
-        RuntimeError: `model` is not sharded; at the first call with `require`, the file cannot be used.
+        RuntimeError: `model` is not sharded; or, at a call with `require`, the file cannot be used.
         ValueError: an option is unknown or wrong, or this torch cannot save compiled models.
     """
     settings = parse_options(options)
@@ -98,7 +98,7 @@ def compile(
 
 
 def check_artifact(settings: Settings, mode: str | None = None) -> None:
-    """Raise ValueError if no file can be made with these settings or with this torch."""
+    """Raise ValueError if no artifact can be made with these settings or with this version of torch."""
     if reason := aot.lacking():
         raise ValueError(f"zcompile: an artifact is not possible here: {reason}. Leave 'artifact' out.")
     if settings.inner != "inductor":
@@ -109,7 +109,7 @@ def check_artifact(settings: Settings, mode: str | None = None) -> None:
 
 @dataclass(frozen=True)
 class _Report:
-    """The report that each rank all-gathers at the first call."""
+    """The report that each rank all-gathers at the first call of a model."""
 
     rank: int
     verdict: str  # FITS, ABSENT, or why the file does not fit
@@ -119,7 +119,7 @@ class _Report:
 
 @dataclass
 class _Shared:
-    """State that the blocks of one model share."""
+    """State of a file that the `FromFile` objects of one model's blocks share."""
 
     mesh: DeviceMesh | None = None  # all ranks that decide together, see `span_of`
     position: str = ""  # this rank's coordinates in inner meshes, see [Note: positions] in groups.py
@@ -147,16 +147,16 @@ class _Shared:
         return self.file
 
     def add(self, files: list[bytes], name: str) -> None:
-        """Add programs that the ranks of this run compiled to the file. Loaded programs stay loaded."""
+        """Add `files`, compiled by ranks of this run, to the content of the file. Loaded programs stay loaded."""
         self.data, self.is_made_here = merge([self.data, *files] if self.is_made_here else files), True
         loaded, self.file = self.file.loaded if self.file is not None else {}, None
         self.open(name).loaded = loaded
 
 
 class FromFile:
-    """The compiled call of a model (`_compiled_call_impl`): runs code of a file, or compiles if no file fits.
+    """A module's `_compiled_call_impl`: runs compiled code from a file, or compiles the module if no code fits.
 
-    Its reference to the model is weak, because the model holds this object.
+    The reference to the module is weak, because the module holds this object.
     """
 
     def __init__(
@@ -173,8 +173,8 @@ class FromFile:
         """See `compile`.
 
         Args:
-            around_make: returns a context manager in which this rank compiles the file, if it must.
-            shared: state that blocks of one model share. Default: `model` is the only one.
+            around_make: returns a context manager, in which this rank compiles if it must make the file.
+            shared: state that all blocks of a model share. None if a model is compiled as a whole.
         """
         state_of(model)
         check_artifact(settings, mode)
@@ -213,10 +213,10 @@ class FromFile:
         return self.compiled(model, *args, **kwargs)
 
     def serving(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Program | None, str]:
-        """Find the program for a call, load it if necessary, and move it to the front of `programs`.
+        """Find code (a program) whose guards hold for a call, load it if necessary, and put it first in `programs`.
 
         Returns:
-            The program, or None and the reason why the first program does not serve the call.
+            (program, ""), or None and the reason why the program used last cannot run the call.
         """
         reasons: list[str] = []
         for program in self.programs:
@@ -230,9 +230,9 @@ class FromFile:
         return another, reasons[0]
 
     def load_another(self, model: nn.Module, args: Any, kwargs: Any) -> Program | None:
-        """Load the file's program for a call that no loaded program serves. Returns None if the file has none.
+        """Load from the file the code for a call that no loaded program can run; return None if the file has none.
 
-        No other rank takes part, just as none would if this rank compiled.
+        Runs no collective, because other ranks may not need to load, just as a recompilation runs none.
         """
         key = inputs(args, kwargs), torch.is_grad_enabled(), model.training
         file = self.shared.file
@@ -253,7 +253,7 @@ class FromFile:
         return program
 
     def decide(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Load the file, make it, or give it up. All ranks call it; see [Note: decided together].
+        """At the first call, on all ranks together, load the file, make it, or do without: [Note: decided together].
 
         Raises:
             RuntimeError: `require` is True, and a rank cannot use the file.
@@ -284,7 +284,7 @@ class FromFile:
         log.info("zcompile: compiled code: %s", shared.how or how)
 
     def give_up(self, model: nn.Module, reason: str) -> None:
-        """Let all ranks compile, with one warning; raise an error if `require` is True. All ranks call it."""
+        """Let this rank compile instead of using the file; one rank warns. If `require` is True, raise instead."""
         self.programs = []
         if self.require:
             raise RuntimeError(f"zcompile: {self.path} is required and cannot be used. {reason}")
@@ -296,7 +296,7 @@ class FromFile:
             warnings.warn(f"zcompile: {self.path} is not used, and every rank compiles. {reason}", stacklevel=2)
 
     def look(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[str, Mapping[str, str]]:
-        """Return the verdict of this rank and the fields of the call. Errors become verdicts: other ranks wait."""
+        """Return this rank's verdict on the file (on an error, its text), and the call's fingerprint fields."""
         call: Mapping[str, str] = {}
         try:
             call = of_call(model, args, kwargs)
@@ -312,10 +312,10 @@ class FromFile:
             return f"{type(error).__name__}: {error}", call
 
     def examine(self, model: nn.Module, call: Mapping[str, str]) -> str:
-        """Compare the file with this rank and this call.
+        """Compare the file's fingerprint with this rank's and this call's.
 
         Returns:
-            FITS, the reason why the file does not fit, or ABSENT if this run makes the file and it lacks this block.
+            FITS; ABSENT if this run makes the file and must add this block; else the reason why the file does not fit.
         """
         shared, state = self.shared, state_of(model)
         if not shared.surroundings:
@@ -329,7 +329,7 @@ class FromFile:
         return f"It was made for another model, call or machine: {'; '.join(differing)}." if differing else FITS
 
     def differing(self, model: nn.Module, artifact: Artifact) -> list[str]:
-        """List the differences between the `surroundings` for which the file was made and those of this rank."""
+        """Return a line for each field of machine and settings that differs between the file and this rank."""
         memory_bytes, has_bytes = int(artifact.facts["memory_bytes"]), state_of(model).machine.memory_bytes
         here = self.shared.surroundings
         if memory_bytes != has_bytes:
@@ -340,12 +340,12 @@ class FromFile:
         return lines
 
     def make_together(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[str, list[int]]:
-        """Compile the file, or add a block to it, and broadcast it to all ranks. All ranks call it.
+        """Compile the model or block for the file, and broadcast the code to all ranks, which all call this.
 
-        The first rank of each position compiles, see [Note: positions] in groups.py. The first rank writes the file.
+        The first rank at each "tp" coordinate compiles (see [Note: positions] in groups.py). The first of all writes.
 
         Returns:
-            The reason why the file could not be made (empty if it was), and the ranks that compiled.
+            The reason why the file could not be made ("" if it was), and the ranks that compiled.
         """
         state = state_of(model)
         mesh, makers = span_of(state), makers_of(state)
@@ -368,7 +368,7 @@ class FromFile:
         return "", makers
 
     def make_here(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[bytes, str]:
-        """Return the bytes of a file for the position of this rank, and the reason if it could not be made."""
+        """Compile on this rank. Return (bytes of a file, ""), or empty bytes and the reason why compiling failed."""
         try:
             with self.around_make():
                 return make(model, self.settings, self.mode, args, kwargs), ""
@@ -377,7 +377,7 @@ class FromFile:
             return b"", f"Rank {dist.get_rank()} could not make it: {first_line(error)}"
 
     def load(self, model: nn.Module, call: Mapping[str, str], args: Any, kwargs: Any) -> str:
-        """Load the program for a call. All ranks call it. Returns why a rank could not load it; empty if all could."""
+        """On all ranks together, load the file's code for a call. Return the reason of a failed rank, or ""."""
         try:
             program = self.shared.open(str(self.path)).load(model, self.shared.position, call)
             reason = program.changed(model, args, kwargs)
@@ -394,10 +394,10 @@ def _is_first(mesh: DeviceMesh) -> bool:
 
 
 def _obstacle(reports: list[_Report], here: Mapping[str, str], mesh: DeviceMesh, require: bool) -> str:
-    """Return why the ranks can neither load an existing file nor make one; empty if they can.
+    """Return why the ranks can neither load an existing file nor make one; "" if they can.
 
     Args:
-        here: the fingerprint of this rank. If fingerprints differ, they are all-gathered, to name the fields.
+        here: the fingerprint of this rank. If fingerprints differ, the ranks all-gather them, to name the differences.
     """
     for report in reports:
         if report.verdict not in (FITS, ABSENT):
@@ -419,7 +419,7 @@ def _obstacle(reports: list[_Report], here: Mapping[str, str], mesh: DeviceMesh,
 
 
 def broadcast_over_mesh(mesh: DeviceMesh, value: Any, source: int) -> Any:
-    """Return one rank's `value` on all ranks of the mesh. `source` is the index of this rank in the flattened mesh."""
+    """Return, on all ranks of `mesh`, the `value` of the rank with the index `source` in the flattened mesh."""
     place = torch.unravel_index(torch.tensor(source), mesh.mesh.shape)
     for dimension in reversed(range(mesh.ndim)):
         values = [value]

@@ -3,14 +3,14 @@
 The program has a function `build()`, which returns the model, `batch(step, rank)` and `loss(model, batch)`. With
 `--mesh dp=4,tp=2`, it is called as `build(dp=4, tp=2)`. The process is rank 0 of a fake process group. It calls `loss`
 on the batch of step 0, or on the batch of each step in `--steps`. When `loss` calls the model, this call is compiled,
-forward and backward, under the modes that `loss` set (such as autocast). It is not run, and `loss` ends there. With
-`--blocks`, each block's call is compiled and then run in eager, because the next block needs its output's shape.
+forward and backward, under the contexts that `loss` set (such as autocast). The call is not run: `loss` ends there.
+With `--blocks`, each block's call is compiled and then run in eager, because the next block needs its output's shape.
 
-Under tensor parallelism, ranks at other coordinates need other code, see [Note: positions] in groups.py. A new process
-compiles for each position, one after the other, because torch's caches for DTensors depend on the rank.
+Under tensor parallelism, each "tp" coordinate needs its own code, see [Note: positions] in groups.py. A new process
+compiles for each coordinate, one after the other, because torch's caches for DTensors depend on the rank.
 
-If `--out` exists, code whose graphs did not change is kept, see [Note: code that is kept] in program.py. For each
-program, a line on stderr says whether its code was kept.
+If `--out` exists, its code is kept for graphs that did not change, see [Note: code that is kept] in program.py. A line
+on stderr says, for each compiled call, whether its code was kept.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _earlier(path: Path) -> bytes | None:
-    """Read the file of an earlier run; None if it does not exist, is damaged, or other users may write it."""
+    """Read the artifact of an earlier run; None if it does not exist, is damaged, or other users may write it."""
     try:
         decode(data := read(path), str(path))
     except (FileNotFoundError, ArtifactError):
@@ -81,10 +81,10 @@ def _earlier(path: Path) -> bytes | None:
 
 
 def compiled_by_another_process(arguments: argparse.Namespace, rank: int, earlier: bytes | None) -> bytes:
-    """Compile for the position of `rank` in a new process, and return the bytes of its file.
+    """Compile in a new process the code for ranks at the tensor parallel coordinates of `rank`; return it as a file.
 
     Args:
-        earlier: the bytes of a file whose code the process may keep.
+        earlier: the bytes of an older artifact, whose code is kept for graphs that did not change.
 
     Raises:
         ArtifactError: the process failed.
@@ -100,23 +100,23 @@ def compiled_by_another_process(arguments: argparse.Namespace, rank: int, earlie
 
 
 def precompile(arguments: argparse.Namespace, earlier: Artifact | None) -> tuple[bytes, list[int]]:
-    """Compile the command line's program for the position of `--rank`.
+    """Compile the user's training program for ranks at the tensor parallel coordinates of `--rank` (default 0).
 
     Args:
-        earlier: a file whose code is kept where graphs are equal.
+        earlier: an older artifact, whose code is kept for graphs that did not change.
 
     Returns:
-        The bytes of the file, and the first rank of each position.
+        The bytes of the file, and the first rank at each tensor parallel coordinate.
 
     Raises:
-        BadInput: the program's file, its function, or the results of this function are wrong.
+        BadInput: the program's file, its `build` function, or the results of this function are wrong.
         ValueError: an option of the backend is wrong, or this torch cannot save compiled models.
         ArtifactError: the model has graph breaks, or cannot be saved.
     """
     if arguments.mesh:
         arguments.ranks = _ranks_of(arguments.mesh)
     if arguments.dynamic is not None and len(arguments.steps) > 1:
-        raise BadInput("--dynamic and several --steps exclude each other: one program is to take all sizes")
+        raise BadInput("--dynamic and several --steps exclude each other: code with dynamic sizes takes all batches")
     if arguments.ranks % arguments.replicas:
         raise BadInput(f"--ranks {arguments.ranks} is no multiple of --replicas {arguments.replicas}")
     try:
@@ -162,10 +162,10 @@ def precompile(arguments: argparse.Namespace, earlier: Artifact | None) -> tuple
 
 
 def mark_dynamic(inputs: Any, dimension: int) -> None:
-    """Mark a dimension of `inputs` as dynamic, in all tensors that have it.
+    """Mark the dimension with the number `dimension` as dynamic in all tensors of `inputs` that have it.
 
     Raises:
-        BadInput: no tensor has it.
+        BadInput: no tensor has such a dimension.
     """
     tensors = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor) and each.ndim > dimension]
     if not tensors:
@@ -175,10 +175,10 @@ def mark_dynamic(inputs: Any, dimension: int) -> None:
 
 
 def _ranks_of(mesh: Mapping[str, int]) -> int:
-    """Return the number of ranks of a mesh. "ep" adds none: its groups consist of ranks of the other dimensions."""
+    """Return the number of ranks of `--mesh`: the product of its sizes without "ep", whose groups reuse these ranks."""
     ranks = math.prod(size for name, size in mesh.items() if name != "ep")
     if ranks % (ep := mesh.get("ep", 1)):
-        raise BadInput(f"--mesh has {ranks} ranks, which groups of ep={ep} do not divide")
+        raise BadInput(f"--mesh has {ranks} ranks, which groups of ep={ep} do not divide: change ep or another size")
     return ranks
 
 
@@ -200,21 +200,21 @@ def _print_progress(data: bytes, earlier: Artifact | None, number: int, seconds:
 
 
 def _shard(model: nn.Module, arguments: argparse.Namespace, device: str) -> None:
-    """Shard as the run does, unless FUNCTION did, and set the transport for which graphs are planned."""
+    """Shard the model as the options say, unless the user's function did, and set the transport of compiled graphs."""
     if not is_sharded(model):
         shards = arguments.ranks // arguments.replicas
         mesh = init_device_mesh(device, (arguments.replicas, shards) if arguments.replicas > 1 else (shards,))
         dtypes = [DTYPES.get(name) for name in (arguments.param_dtype, arguments.reduce_dtype)]
         shard(model, mesh, param_dtype=dtypes[0], reduce_dtype=dtypes[1])
     elif arguments.param_dtype or arguments.reduce_dtype or arguments.replicas > 1:
-        raise BadInput(f"{arguments.module} shards the module itself: leave out --replicas and the dtypes")
+        raise BadInput(f"{arguments.module} shards the module: leave out --replicas, --param-dtype, --reduce-dtype")
     if arguments.transport:
         for each in models_of(state_of(model)):
             each.transport = Choice(arguments.transport, "asked for")
 
 
 def modules_of(model: nn.Module, blocks: str) -> list[nn.Module]:
-    """Return the modules to compile: those that `--blocks` names, or the model if it is empty."""
+    """Return the modules to compile: those with the paths in `blocks`, or `model` if `blocks` is empty."""
     if not blocks:
         return [model]
     modules: dict[nn.Module, None] = {}
@@ -232,7 +232,7 @@ class _Compiled(BaseException):
 
 
 def imported(file: Path) -> ModuleType:
-    """Import `file` under its own name, by which `import` finds it in other processes, too."""
+    """Import the Python file `file` as a module of this name, so that other processes can import it by this name."""
     sys.path.insert(0, str(file.resolve().parent))
     module = importlib.import_module(file.stem)
     if not file.samefile(getattr(module, "__file__", None) or os.devnull):

@@ -1,9 +1,9 @@
 """Saves a compiled model as a file, loads it, and checks at each call that the code is still valid.
 
-Torch saves most of Dynamo's guards with the code, but not two kinds: guards that compare objects by identity, and
-guards on shards, whose sizes differ between ranks. This file checks in their place. When a file is loaded, functions
-are compared with their names and hashes in the header. At each call, functions, shards and hooks are compared with
-those that existed when the file was loaded.
+A file holds most of Dynamo's guards, but not two kinds: guards that compare objects by identity, and guards on shards,
+whose sizes differ between ranks. The checks here replace these. When a file is loaded, functions are compared with
+their names and hashes in the file's header. At each call, functions, parameters' shards and modules' hooks are compared
+with those that existed when the file was loaded.
 """
 
 import functools
@@ -60,14 +60,14 @@ def make(
     main_module: str = "",
     earlier: Artifact | None = None,
 ) -> bytes:
-    """Compile `model(*args, **kwargs)` without running it, and return a file for the position of this rank.
+    """Compile `model(*args, **kwargs)` without running it, and return the bytes of a file with the result.
 
-    No other rank takes part. Positions: see [Note: positions] in groups.py.
+    The code is for ranks at this rank's "tp" coordinate (see [Note: positions] in groups.py). No collective runs.
 
     Args:
-        settings: accepted by `check_artifact` of model.py.
-        main_module: the name under which this process imported the training program; in a run, that is `__main__`.
-        earlier: a file whose code is kept if its graph is equal; see [Note: code that is kept].
+        settings: options that `check_artifact` of model.py accepted.
+        main_module: the name under which this process imported the training program, if that is not `__main__`.
+        earlier: an older file, whose code is kept if its graph is equal; see [Note: code that is kept].
 
     Raises:
         ArtifactError: the model has graph breaks, or a part of it cannot be saved.
@@ -101,7 +101,7 @@ def make(
         raise ArtifactError(f"zcompile: no artifact can hold the model: {first_line(error)}") from error
     refuse_meshes(state, made.meshes)
     if line := asks_for_rank(made.sources):
-        raise ArtifactError(f"zcompile: no artifact can hold the model: {line}, may differ by rank.")
+        raise ArtifactError(f"zcompile: no artifact can hold the model: {line}, reads the rank.")
     if not made.code.names_device_number:
         fields.pop(NUMBER, None)
     contents = {LIBRARY + key: library for key, library in made.code.libraries.items()}
@@ -123,7 +123,7 @@ def make(
 
 
 def _refuse_units(model: nn.Module) -> None:
-    """Raise ArtifactError if `model` has a unit: a module that gathers in eager, which breaks the graph."""
+    """Raise ArtifactError if `model` has a unit: a module that gathers its parameters in eager, a graph break."""
     order, modules = state_of(model).unit_order, set(model.modules())
     for unit in order.units if order is not None else ():
         if not modules.isdisjoint(unit.owners):
@@ -138,11 +138,11 @@ def _refuse_units(model: nn.Module) -> None:
 def _known_code(
     earlier: Artifact | None, fields: Mapping[str, str], position: str, call: Mapping[str, str]
 ) -> dict[str, aot.Code]:
-    """Return the code that `earlier` has for a call and a position, by the hash of its graph.
+    """Return the compiled code in the file `earlier` for a call on ranks at `position`, by the hash of its graph.
 
     [Note: code that is kept]
-    A program has two parts: Dynamo's bytecode and guards, and the code that Inductor made of the graph. Dynamo's part
-    is always made again, so a change of the model's source, or of a value that tracing reads, is never missed.
+    A compiled call has two parts: Dynamo's bytecode and guards, and Inductor's code for the graph. Dynamo's part is
+    always made again, so a change of the model's source, or of a value that tracing reads, is never missed.
     Inductor's code is kept if the whole fingerprint is equal and both graphs are equal: Dynamo's graph and
     AOTAutograd's joint graph, with the shapes of all nodes and the tags of activation checkpointing. Code with dynamic
     sizes is never kept, because Inductor adds guards on such sizes while it compiles.
@@ -154,13 +154,13 @@ def _known_code(
 
 
 def _code(artifact: Artifact, program: Mapping[str, Any]) -> aot.Code:
-    """Return the code of one program of a file."""
+    """Return the compiled code of `program`, an entry in the header of the file `artifact`."""
     libraries = {key: artifact.parts[LIBRARY + key] for key in program["libraries"]}
     return aot.Code(artifact.parts[program["code"]], libraries, NUMBER in artifact.fingerprint)
 
 
 def merge(files: Sequence[bytes]) -> bytes:
-    """Merge files that `make` returned. Each program is for another call or another position."""
+    """Merge files that `make` returned for different calls, or for ranks at different positions, into one file."""
     artifacts = [decode(each, f"part {i}") for i, each in enumerate(files)]
     first = artifacts[0]
     programs: dict[Any, Mapping[str, Any]] = {}
@@ -174,10 +174,10 @@ def merge(files: Sequence[bytes]) -> bytes:
 
 
 def find(artifact: Artifact, position: str, call: Mapping[str, str]) -> tuple[Mapping[str, Any], list[str]]:
-    """Return the program of a file that fits a call best, and its `differences` from the fields of the call.
+    """Return the program (compiled call) of a file that fits a call best, and its `differences` from `call`.
 
     Args:
-        position: the position of this rank, see [Note: positions] in groups.py.
+        position: this rank's tensor parallel coordinates, such as "tp 1"; see [Note: positions] in groups.py.
 
     Raises:
         ArtifactError: the file has no program for `position`.
@@ -188,8 +188,8 @@ def find(artifact: Artifact, position: str, call: Mapping[str, str]) -> tuple[Ma
         if program["position"] == position
     ]
     if not found:
-        has = sorted({program["position"] or "no inner mesh" for program in artifact.facts["programs"]})
-        raise ArtifactError(f"it has no code for ranks at {position or 'no inner mesh'}, only at {' and '.join(has)}")
+        has = sorted({program["position"] or "no coordinate" for program in artifact.facts["programs"]})
+        raise ArtifactError(f"the file lacks code for ranks at {position or 'no coordinate'}, it has {', '.join(has)}")
     return min(found, key=lambda each: len(each[1]))
 
 
@@ -199,10 +199,10 @@ def first_line(error: Exception) -> str:
 
 
 def _functions(made: aot.Made, model: nn.Module) -> list[tuple[str, str, bool]]:
-    """Return a description of each function and process group whose guard was dropped (`Made.dropped`).
+    """Describe the functions and process groups on which Dynamo had guards that a file cannot hold (`Made.dropped`).
 
-    Each is (a Python expression for the object, its `_identity`, whether each call compares it: True for globals and
-    process groups).
+    Returns:
+        For each: a Python expression for it, its `_identity`, and whether calls compare it (globals and groups).
     """
     groups = groups_of(model)
     loaded = aot.Loaded(made.program, made.objects, made.code, groups)
@@ -227,7 +227,7 @@ def _identity(value: Any, groups: Groups) -> str:
 
 
 class LoadedFile:
-    """A file that passed all checks. Each of its programs is loaded once, and shared by the blocks that run it.
+    """A file that passed all checks. Blocks whose calls have the same compiled code share it, loaded once.
 
     Errors call the file `name`.
     """
@@ -237,10 +237,10 @@ class LoadedFile:
         self.loaded: dict[str, aot.Loaded] = {}  # by the name of the part
 
     def load(self, model: nn.Module, position: str, call: Mapping[str, str]) -> "Program":
-        """Load the program that `find` returns for a call of `model`. Unpickles.
+        """Unpickle the compiled code that `find` returns for a call of `model`.
 
         Raises:
-            ArtifactError: a source file or a function has changed since the file was made.
+            ArtifactError: a function that was traced or is called has changed since the file was made.
         """
         program, _ = find(self.artifact, position, call)
         part, parts, groups = program["program"], self.artifact.parts, groups_of(model)
@@ -255,14 +255,14 @@ class LoadedFile:
 
 
 class Program:
-    """A loaded program of a file, for one model or block."""
+    """Compiled code that was loaded from a file, for one model or block."""
 
     def __init__(
         self, loaded: aot.Loaded, functions: Sequence[Sequence[Any]], model: nn.Module, groups: Groups, name: str
     ):
         """
         Raises:
-            ArtifactError: one of `functions`, from the file's header, has changed since the file was made.
+            ArtifactError: a function that the file's header lists in `functions` has changed since the file was made.
         """
         self.loaded = loaded
         self.watched: Any = ""  # compiled expression: global functions and process groups that calls compare
@@ -274,7 +274,7 @@ class Program:
         self.hooks = _Hooks(model)
 
     def _check_functions(self, model: nn.Module, groups: Groups, functions: Sequence[Sequence[Any]], name: str) -> None:
-        """Compare functions and groups with the traced ones, and remember those that each call compares."""
+        """Compare functions and process groups with the traced ones; keep those that `changed` compares at calls."""
         watched, found = [], []
         for expression, identity, is_watched in functions:
             try:
@@ -290,7 +290,7 @@ class Program:
         self.found = tuple(found)
 
     def changed(self, model: nn.Module, args: Any, kwargs: Any) -> str:
-        """Return why the code must not run for this call, in words; empty if it may."""
+        """Return why the compiled code must not run for the call `model(*args, **kwargs)`; "" if it may."""
         for shard in self.shards:
             if reason := shard.changed():
                 return reason
@@ -308,7 +308,7 @@ class Program:
 
 
 class _Shard:
-    """The properties of a shard that compiled code relies on, as they were when the file was loaded."""
+    """The properties of a parameter's shard on which compiled code relies, as they were when the file was loaded."""
 
     def __init__(self, sharded: ShardedParameter):
         self.sharded = sharded
@@ -317,7 +317,7 @@ class _Shard:
         self.leaf = sharded.leaf_reference  # a weak reference; a new leaf has a new one
 
     def changed(self) -> str:
-        """Return how the shard differs now, in words; empty if it does not."""
+        """Return how the shard changed since the file was loaded; "" if it did not."""
         leaf: Any = self.sharded.leaf_reference()
         # If a wrapper calls the model, the leaf may not have the `requires_grad` of the parameter yet: compare both.
         if leaf.requires_grad is not self.trains or self.sharded.parameter.requires_grad is not self.trains:
@@ -330,7 +330,7 @@ class _Shard:
 
 
 class _Hooks:
-    """The hooks of all modules when the file was loaded. Dynamo traces hooks, and has no guards on them."""
+    """The hooks of all modules when the file was loaded. Dynamo traces hooks, but sets no guards on them."""
 
     def __init__(self, model: nn.Module):
         self.registered = RemovableHandle.next_id  # number of hooks that this process has registered so far
@@ -339,7 +339,7 @@ class _Hooks:
         self.used = [(table, len(table)) for table in tables if table]
 
     def changed(self, model: nn.Module) -> bool:
-        """Return whether the hooks differ now. Searches all modules only if a hook was registered since."""
+        """Return whether hooks were added or removed since loading. Lists all hooks only if one was added since."""
         if any(len(table) != count for table, count in self.used):
             return True
         if self.registered != RemovableHandle.next_id:
@@ -350,7 +350,7 @@ class _Hooks:
 
 
 def _check_sources(sources: Sequence[Sequence[Any]], name: str) -> None:
-    """Compare the text of each traced function with the module that this process imports."""
+    """Raise ArtifactError if the text of a traced function differs in the module that this process imports."""
     for module, first, end, checksum in sources:
         try:
             lines = _source_lines(module)
@@ -368,7 +368,7 @@ def _source_lines(module: str) -> list[str]:
 
 
 def asks_for_rank(sources: Iterable[tuple[str, int, int, str]]) -> str:
-    """Return the first line in traced functions (`Made.sources`) that reads this rank's number; empty if none does.
+    """Return the first line in traced functions (`Made.sources`) that reads this rank's number; "" if none does.
 
     Tracing makes the number a constant, so the compiled code does not show that it depends on the rank.
     """
@@ -383,9 +383,9 @@ def asks_for_rank(sources: Iterable[tuple[str, int, int, str]]) -> str:
 
 @contextmanager
 def _importable_main(name: str) -> Iterator[None]:
-    """Let `import` find the program of this process by the name of its file, too.
+    """Let `import` find this process's `__main__` module under `name`, too, if its file has this name.
 
-    `zcompile precompile` imports the program under this name. In a training run, its module is `__main__`.
+    Pickled code refers to the training program by `name`, the name under which `zcompile precompile` imported it.
     """
     file = getattr(sys.modules["__main__"], "__file__", None)
     is_main = bool(name) and file is not None and name == Path(file).stem and name not in sys.modules
