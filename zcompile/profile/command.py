@@ -1,4 +1,4 @@
-"""`zcompile profile`: trains a model under several engines and reports on them."""
+"""`zcompile profile`: trains a model under several engines, such as FSDP2, and reports step times and memory."""
 
 import argparse
 import signal
@@ -19,20 +19,20 @@ from zcompile.profile.launch import Job
 
 
 def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
-    """Return the job that every engine trains, and the names of the engines, from the command line."""
+    """Return, from the command line, the job (model, batch, steps) that every engine trains, and the engines' names."""
     engines = names_of(arguments.engines)
     for name in engines:
         find(name)
     gpus = torch.cuda.device_count()
     ranks = arguments.ranks or gpus or 2
     if gpus and ranks > gpus:
-        raise BadInput(f"{ranks} ranks need as many GPUs, and there are {gpus}")
+        raise BadInput(f"--ranks {ranks} needs as many GPUs, and this host has {gpus}: pass --ranks {gpus} or fewer")
     if arguments.module and arguments.checkpointing:
-        raise BadInput("--checkpointing has no meaning with --module: checkpoint in your own model")
+        raise BadInput("--checkpointing has no effect with --module: checkpoint activations in your own model")
     if arguments.module and (arguments.sequences or arguments.tokens):
-        raise BadInput("--batch and --tokens have no meaning with --module: your batch(step, rank) decides")
+        raise BadInput("--batch and --tokens have no effect with --module: its batch(step, rank) sets the shapes")
     if arguments.steps < 2:
-        raise BadInput("--steps must be at least 2, for a median and its spread")
+        raise BadInput("--steps must be at least 2, because the report has quartiles of the step times")
     if arguments.untraced and arguments.keep_trace:
         raise BadInput("--untraced leaves nothing for --trace to keep")
     given = {field.name: getattr(arguments, field.name) for field in fields(Job) if hasattr(arguments, field.name)}
@@ -41,21 +41,21 @@ def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
 
 
 def _lacks_table(job: Job) -> bool:
-    """Return whether this GPU has neither a shipped table nor a calibration, so that another GPU's table stands in."""
+    """Return whether zcompile has no measured speeds of this GPU, so that its plans use another GPU's."""
     if job.device != "cuda" or not stand_in_notice(torch.device("cuda")):
         return False
     return read_calibration(torch.device("cuda"), job.ranks)[0] is None
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare engines and report.
+    """Compare engines and write the report.
 
     Returns:
-        The exit code: 0, 1 if no engine gave a result, or 143 after a SIGTERM.
+        The exit code: 0 if an engine was measured, 1 if none was, or 143 after a SIGTERM.
 
     Raises:
-        BadInput: an engine, option or model is unknown, the model does not fit in memory, there are more ranks than
-            GPUs, or the report's folder cannot be written.
+        BadInput: an engine, option or model is unknown; the model does not fit in memory; there are more ranks than
+            GPUs; or the report's folder cannot be written.
     """
     terminated = False
 

@@ -1,4 +1,4 @@
-"""Runs the engines in turns and combines their results."""
+"""Runs the engines one after the other, several times each, and combines their results."""
 
 import contextlib
 import itertools
@@ -26,7 +26,7 @@ STRAYS = {"fp32": 1e-3, "bf16": 1e-2, "autocast": 1e-2}  # a larger relative dif
 
 
 def count(job: Job) -> dict[str, Any]:
-    """Count parameters and FLOPs by `flops.count_step`. A user's module is built in a process of its own."""
+    """Count parameters and FLOPs by `flops.count_step`: of a user's module (`job.module`), in a new process."""
     if job.module:
         function_of(job.module)
         return _counted_apart(job)
@@ -46,7 +46,7 @@ def _counted_apart(job: Job) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Delay SIGINT and SIGTERM, because torch aborts if a signal handler raises while it dispatches to Python."""
+    """Delay SIGINT and SIGTERM: torch aborts the process if a signal handler raises during a dispatch to Python."""
     came: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: came.append(number))
@@ -77,24 +77,24 @@ def _refuse_if_too_large(parameters: int, job: Job) -> None:
         where = f"this machine, for {job.ranks} ranks,"
     if need > have:
         raise TooLarge(
-            f"unsharded weights, and shards of gradients and Adam's state, of {parameters / 1e9:.1f} B parameters take "
-            f"{need / 2**30:.1f} GiB a rank, and {where} has {have / 2**30:.1f} GiB: take more ranks or a smaller model"
+            f"a rank needs {need / 2**30:.1f} GiB for {parameters / 1e9:.1f} B unsharded weights and its shards of "
+            f"gradients and Adam states; {where} has {have / 2**30:.1f} GiB: take more ranks or a smaller model"
         )
 
 
 def compare(job: Job, counted: Mapping[str, Any], engines: list[str], repeats: int, output: Path) -> dict[str, Any]:
-    """Train under each of `engines`, `repeats` times in turns, so that a drift of the machine shows.
+    """Train with each of `engines`, then with each again, `repeats` times, so that changes of the machine's speed show.
 
     Args:
-        job: what to train; its engine and folders are set here.
+        job: the model and the options of its training; `engine` and folders are set here for each run.
         counted: FLOPs and parameters, from `count`.
-        output: a folder for each engine's logs and traces.
+        output: the folder for each engine's logs and traces.
 
     Returns:
         The content of `results.json`, which report.py draws: `workload`, `repeats`, `interrupted` (whether repeats or
-        engines are missing) and `engines` by name. A measured engine has `step_ms`, with `median` and `quartiles` over
-        all steps, `repeats` (the median of each repeat) and `all` (each step); `peak_bytes`; and the other results of
-        `worker.Run.run`. Another engine has `failed`, an error line, or `skipped`, the reason.
+        engines are missing) and `engines` by name. A measured engine has `peak_bytes`, the other results of
+        `worker.Run.run`, and `step_ms`: `median` and `quartiles` over all steps, `repeats` (the median of each repeat)
+        and `all` (each step). An engine without results has `failed`, an error line, or `skipped`, the reason.
     """
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
     absent = {name: {"skipped": reason} for name in engines if (reason := find(name)[0].missing(job.device))}
@@ -144,7 +144,7 @@ def together(runs: list[dict[str, Any]], flops: int | None, precision: str) -> d
 
 
 def compare_with_limit(engines: Mapping[str, dict[str, Any]]) -> None:
-    """Add `x_limit` to each engine: its median step time divided by that of the engine "limit"."""
+    """Add `x_limit` to each engine's result: its median step time divided by the median of the engine "limit"."""
     limit = engines.get("limit", {}).get("step_ms")
     for result in engines.values():
         if limit and "step_ms" in result:
@@ -152,7 +152,7 @@ def compare_with_limit(engines: Mapping[str, dict[str, Any]]) -> None:
 
 
 def mark_strays(engines: Mapping[str, dict[str, Any]], tolerance: float) -> None:
-    """Mark engines whose losses differ from those of the others by more than `tolerance`.
+    """Mark engines whose losses differ from the other engines' by more than `tolerance`, a relative difference.
 
     Adds two entries to each result: `loss_difference`, the largest relative difference at one step between the engine's
     loss and the median loss of all kinds of engines, and `strays`, whether this difference is above the tolerance. A

@@ -1,4 +1,4 @@
-"""Engines of DeepSpeed: stage 3 alone, with DeepSpeed's compiler, and with zcompile."""
+"""Engines of DeepSpeed: ZeRO stage 3 alone, with DeepSpeed's compiler, and with zcompile."""
 
 from typing import Any, ClassVar
 
@@ -71,7 +71,7 @@ class Zero3Zcompile(Zero3):
         return {"zcompile": {"enabled": True, **self.options}}
 
     def taken(self) -> bool:
-        """Return whether zcompile runs this engine; if not, DeepSpeed fell back to its own stage 3."""
+        """Return whether zcompile runs the training; if not, DeepSpeed fell back to its own stage 3."""
         return self.engine.zcompile.state is not None
 
     def extra_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The base class of the engines that the profiler compares."""
+"""The base class of the engines, such as FSDP2, that `zcompile profile` compares."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ PRECISIONS = {
     "autocast": "torch.autocast with bf16; in DeepSpeed, fp32 partitions under torch_autocast",
 }
 
-# Steps over which the learning rate rises. Without that, losses jump at first, and runs that differ by rounding
-# diverge.
+# Number of steps in which the learning rate rises linearly. Without this rise, losses jump at first, and engines
+# whose results differ only by rounding diverge.
 RATE_STEPS = 20
 
 
@@ -31,7 +31,7 @@ class Training:
 
 
 class Engine:
-    """Trains a model with fused AdamW. Subclasses prepare the model; worker.py measures."""
+    """Trains a model with fused AdamW. Subclasses shard or compile the model; worker.py measures the steps."""
 
     wire_is_traced = True  # whether torch.profiler records all of its transfers
     casts_inputs = True  # whether the engine casts floating-point inputs itself
@@ -46,7 +46,7 @@ class Engine:
         self.steps = 0
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Prepare a whole fp32 model for training, for example shard and compile it. Returns the model to call."""
+        """Prepare an unsharded fp32 model for training: shard and compile it, for example. Return the model to call."""
         raise NotImplementedError
 
     def make_optimizer(self) -> torch.optim.Optimizer:
@@ -56,17 +56,17 @@ class Engine:
         return torch.optim.AdamW(parameters, lr=self.training.learning_rate, fused=True)
 
     def ran_with(self) -> list[str]:
-        """Return lines for the report: settings, and counts over the steps so far."""
+        """Return lines for the report: the engine's settings, and its counts over the steps so far."""
         return self.settings
 
     def step(self, batches: list[Any]) -> torch.Tensor:
-        """Train one step on the microbatches. Returns this rank's mean loss, a scalar tensor."""
+        """Train one step on the microbatches `batches`. Return this rank's mean loss, a scalar tensor."""
         losses = self.accumulate(batches, 1 / len(batches))
         self.update()
         return torch.stack(losses).sum()
 
     def accumulate(self, batches: list[Any], share: float) -> list[torch.Tensor]:
-        """Run forward and backward of each microbatch. Returns the losses, each multiplied by `share`."""
+        """Run forward and backward of each microbatch in `batches`. Return the losses, each multiplied by `share`."""
         return [self.forward_backward(batch, share) for batch in batches]
 
     def update(self) -> None:
@@ -86,7 +86,7 @@ class Engine:
         return loss.detach()
 
     def cast_input(self, batch: Any) -> Any:
-        """Cast a batch to bf16 if the precision is bf16 and the engine itself does not cast inputs."""
+        """Cast a batch to bf16 if the precision is bf16 and the engine does not cast inputs itself."""
         if self.casts_inputs or self.training.precision != "bf16":
             return batch
         return tree_map_only(torch.Tensor, lambda each: each.bfloat16() if each.is_floating_point() else each, batch)
@@ -95,16 +95,16 @@ class Engine:
         return self.training.precision == "autocast"
 
     def extra_bytes(self) -> int:
-        """Return the bytes of device memory that torch's allocator does not count."""
+        """Return the number of bytes of device memory that the engine uses and torch's allocator does not count."""
         return 0
 
     def wire_bytes(self) -> int | None:
-        """Return the bytes of unsharded parameters and gradients that this rank gathered and reduced so far.
+        """Return the size of the unsharded parameters and gradients that this rank gathered and reduced so far, bytes.
 
-        None if the engine does not count them.
+        None if the engine does not count these bytes.
         """
         return None
 
     def explain(self, batch: Any) -> Explanation | None:
-        """Return the plan of a microbatch, or None if the engine has no plan. All ranks must call it."""
+        """Return `zcompile.explain` for a microbatch, or None if the engine has no plan. All ranks must call this."""
         return None

@@ -1,4 +1,4 @@
-"""The engines that are compared, by name."""
+"""The engines that `zcompile profile` compares, by name, such as "fsdp2"."""
 
 import dataclasses
 import importlib.util
@@ -51,7 +51,7 @@ class Entry:
     environment: Mapping[str, str] = field(default_factory=dict)  # environment variables of its ranks
 
     def missing(self, device: str) -> str | None:
-        """Return why the engine cannot run on this type of device, or None if it can."""
+        """Return why the engine cannot run on the device type `device`, or None if it can."""
         if "cuda" in self.needs and device != "cuda":
             return "needs CUDA"
         if "deepspeed" in self.needs and not importlib.util.find_spec("deepspeed"):
@@ -106,7 +106,7 @@ ENGINES = {
 
 
 def find(name: str) -> tuple[Entry, dict[str, Any]]:
-    """Return the engine and the options of a name such as "fsdp2" or "zcompile:transport=nccl:bucket_bytes=0"."""
+    """Return the engine and options that a name states, such as "fsdp2" or "zcompile:transport=nccl:bucket_bytes=0"."""
     kind, *settings = re.split(r":(?=\w+(?:=|$))", name)  # not at a colon within JSON
     if kind not in ENGINES:
         raise BadInput(f"no engine {kind!r}; there are {', '.join(ENGINES)}")
@@ -134,7 +134,7 @@ def names_of(text: str) -> list[str]:
 
 
 def file_name(engine: str) -> str:
-    """Return a name for files that needs no quotes in a shell, because compilers are called through a shell."""
+    """Return a file name for an engine. It needs no quotes in a shell, because compilers are called through a shell."""
     return re.sub(r"[^A-Za-z0-9+=._-]+", "-", engine)
 
 

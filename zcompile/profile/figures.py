@@ -1,4 +1,4 @@
-"""Draws the pictures of a report. A function returns None if no engine has the data that its picture shows."""
+"""Draws the pictures of a report. A draw function returns None if no engine has the data for its picture."""
 
 import io
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ def _plot(height: float) -> tuple[Figure, Axes]:
 
 
 def draw_step_time(results: Results) -> Figure:
-    """Draw the parts of a step as stacked bars, and over them the median and quartiles of the timed steps."""
+    """Draw compute, exposed communication and idle time as one bar per engine, and quartiles of timed steps."""
     engines = finished(results)
     figure, axes = _plot(0.9 + 0.45 * len(engines))
     names = sorted(engines, key=lambda name: -engines[name]["step_ms"]["median"])
@@ -65,7 +65,7 @@ def draw_memory(results: Results) -> Figure:
 
 
 def draw_timeline(results: Results) -> Figure | None:
-    """Draw one traced step of each engine, compute above communication, on one scale."""
+    """Draw one traced step of each engine on one time axis: compute above communication."""
     engines = {name: engine["parts"] for name, engine in finished(results).items() if engine["parts"]}
     if not engines:
         return None

@@ -1,9 +1,9 @@
-"""Counts the operations of a step and the parameters of a model, on fake tensors: no memory, no values, no GPU.
+"""Counts the floating-point operations of a step and the parameters of a model, on fake tensors: without a GPU.
 
-MFU is the model's operations per second as a share of the GPU's peak. The model's operations are one forward and one
-backward of the unsharded model, for every engine: recomputation is not counted, and attention is counted in full, as if
-there were no causal mask. For a decoder of L layers, width d, sequence length s and N weights in matrices, that is
-6N + 12Lds operations per token (arXiv:2204.02311, appendix B).
+MFU is the model's operations per second, divided by the GPU's peak operations per second. The model's operations are
+those of one forward and one backward of the unsharded model, for every engine. Recomputation is not counted. Attention
+is counted without a causal mask. For a decoder of L layers, width d, sequence length s and N weights in matrices, the
+count is 6N + 12Lds operations per token (arXiv:2204.02311, appendix B).
 """
 
 import functools
@@ -22,10 +22,10 @@ from zcompile.profile.launch import Job
 
 
 def count_step(job: Job) -> dict[str, Any]:
-    """Count the parameters of the model of `job`, and the operations of a step on one rank.
+    """Count the parameters of the model of `job`, and the floating-point operations of a step on one rank.
 
     Returns:
-        `parameters`, `flops` (None if they cannot be counted), and `missing`, the reason for this.
+        `parameters`; `flops`, None if the operations cannot be counted; and `missing`, the reasons why not.
 
     Raises:
         Exception: the model cannot be built on fake tensors, or the workload is not valid.
@@ -42,12 +42,12 @@ def count_step(job: Job) -> dict[str, Any]:
 
 
 def missing_flops(reason: str) -> str:
-    """Return the entry of `missing` for a model whose operations cannot be counted."""
+    """Return the text that `missing` in a report has for a model whose operations cannot be counted."""
     return f"MFU, because operations cannot be counted ({(reason.strip() or 'no reason').splitlines()[0]})"
 
 
 def flops_of(workload: Workload, precision: str) -> int:
-    """Count the operations of forward and backward of one batch. A multiply-add counts as two."""
+    """Count the floating-point operations of forward and backward of one batch. A multiply-add counts as two."""
     batch = workload.batch(0, 0)
     if precision == "bf16":  # as engines cast; grouped matmuls take bf16 alone
         for parameter in workload.model.parameters():
@@ -65,17 +65,17 @@ def flops_of(workload: Workload, precision: str) -> int:
 
 
 def grouped_product_flops(left: torch.Size, right: torch.Size, *_: Any, **__: Any) -> int:
-    """Count the operations of `aten._grouped_mm`, for which torch has no formula.
+    """Count the floating-point operations of `aten._grouped_mm`, for which torch has no formula.
 
-    They are 2mkn for shapes [m, k] x [g, k, n], where each row is multiplied by its group's matrix, [m, k] x [k, n]
-    (gradients of the matrices) and [g, m, k] x [k, n]; g times as many for [g, m, k] x [g, k, n].
+    Shapes [g, m, k] x [g, k, n] take 2gmkn operations. Other shapes take 2mkn: [m, k] x [g, k, n], where each row is
+    multiplied by one of g matrices; [m, k] x [k, n], the gradients of the matrices; and [g, m, k] x [k, n].
     """
     products = left[0] if len(left) == len(right) == 3 else 1
     return 2 * products * left[-2] * left[-1] * right[-1]
 
 
 def _unless_recomputed(formula: Callable[..., int]) -> Callable[..., int]:
-    """Return `formula`, but 0 for a checkpoint's recomputation: in backward, it alone runs with gradients enabled."""
+    """Let `formula` count 0 in recomputations of activation checkpointing: in backward, only they enable gradients."""
 
     @functools.wraps(formula)
     def counted(*args: Any, **kwargs: Any) -> int:

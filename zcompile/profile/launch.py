@@ -1,4 +1,4 @@
-"""Runs one engine: starts its ranks in new processes, and returns their result or the error."""
+"""Runs one engine: starts its ranks in new processes, and returns rank 0's measurements or an error."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ LOG_LINES = 200  # last lines of a rank's log, which are searched for an error
 
 @dataclass(frozen=True)
 class Job:
-    """One run of one engine: the command's options and, from `engine` on, fields that `compare` sets for each run."""
+    """One run of one engine: options of the command line, and from `engine` on, fields that `compare` sets per run."""
 
     device: str
     ranks: int
@@ -55,14 +55,14 @@ class Job:
 
 
 class Failed(Exception):
-    """An engine gave no result. The text is its last error line."""
+    """The run of an engine gave no measurements. The text is the error line of a rank."""
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Run `job`, and return the result of rank 0, see `worker.Run.run`.
+    """Run `job` on new processes, and return the measurements of rank 0, see `worker.Run.run`.
 
     Raises:
-        Failed: a rank crashed or was killed, or there was no result within `job.timeout_s`.
+        Failed: a rank crashed or was killed, or rank 0 wrote no measurements within `job.timeout_s`.
     """
     folder = Path(job.folder)
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier comparison
@@ -85,7 +85,7 @@ def run(job: Job) -> dict[str, Any]:
             _kill(process)
     result = folder / "result.json"
     if not result.exists():
-        raise failed or Failed(f"the ranks ended without a result: {_last_words(job, 0)}")
+        raise failed or Failed(f"all ranks exited, but rank 0 wrote no result: {_last_words(job, 0)}")
     measured = json.loads(result.read_text())
     if failed:  # failed after the measurement
         measured["missing"].append(f"{'end without an error' if measured['plan'] else 'plan'} ({failed})")
@@ -112,7 +112,7 @@ def _start(job: Job, file: Path, rank: int, port: int) -> subprocess.Popen[bytes
 
 
 def _extensions(job: Job) -> Path:
-    """Return the folder where DeepSpeed builds its ops: not the user's, since a killed rank may leave a lock in it."""
+    """Return the folder where DeepSpeed builds its ops: not the user's, because a killed rank may leave a lock."""
     return Path(job.folder).parent / "extensions"
 
 

@@ -1,4 +1,4 @@
-"""Reports the results as a table, as pictures, and as one page with both."""
+"""Reports the results of `zcompile profile` as a table, as pictures, and as one page with both."""
 
 import json
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from zcompile.explanation.explanation import table_text
 from zcompile.explanation.workloads import BadInput
 from zcompile.profile.figures import PICTURES, Results, finished, svg_of
 
-# The GPU may wait for the host if issuing a step takes HOST_BOUND of its time, unless a trace shows less than IDLE of
-# the step as idle.
+# The report says that the GPU waits for the host if the host takes at least HOST_BOUND of the step time to launch a
+# step, unless a trace shows that the GPU idles for less than IDLE of the step time.
 HOST_BOUND, IDLE = 0.9, 0.05
 
 
@@ -24,7 +24,7 @@ def absent(results: Results) -> dict[str, str]:
 
 
 def predictions(results: Results) -> list[str]:
-    """Return sentences: each plan beside its measurement, slow hosts, settings, and missing measurements."""
+    """Return sentences: predictions of plans with their measurements, slow hosts, settings, missing measurements."""
     sentences = []
     for name, engine in finished(results).items():
         if plan := engine.get("plan"):
@@ -55,7 +55,7 @@ def _about_host(name: str, engine: Mapping[str, Any]) -> list[str]:
 
 
 def rows(results: Results) -> tuple[list[str], list[list[str]]]:
-    """Return the table: its head, and a row of text for each measured engine, the fastest first."""
+    """Return the head of the report's table, and its rows of text: one for each measured engine, the fastest first."""
     on_gpu = results["workload"]["device"] == "cuda"
     peak = "peak GiB" if on_gpu else "peak GiB (resident)"
     head = ["engine", "step ms", "x limit", "tokens/s", peak, "wire GiB", "first step s", "exposed", "idle"]
@@ -110,9 +110,9 @@ def clear(folder: Path) -> None:
 
 
 def write(results: Results, folder: Path) -> list[Path]:
-    """Write `results.json`, each picture as a PNG, and last `report.html`, which needs no other file.
+    """Write `results.json`, each picture as a PNG, and last `report.html`, which has the pictures inside.
 
-    `results` is the only input, so a report can be made again from its `results.json`. Returns the paths.
+    `results` is the only input, so a report can be made again from its `results.json`. Returns the files' paths.
     """
     written = [folder / "results.json"]
     written[0].write_text(json.dumps(results) + "\n")

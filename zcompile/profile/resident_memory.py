@@ -1,4 +1,4 @@
-"""Samples the memory of a process, for peaks on CPUs."""
+"""Samples the resident memory of this process, to find its peak on CPUs."""
 
 import threading
 from typing import Any
@@ -7,7 +7,7 @@ INTERVAL_S = 0.005
 
 
 class ResidentMemory:
-    """Samples resident memory in a `with` block: `peak_bytes` is the most, minus the memory when this was made."""
+    """Samples resident memory within a `with` block. `peak_bytes` is the maximum, minus the memory at construction."""
 
     def __init__(self) -> None:
         import psutil

@@ -1,4 +1,4 @@
-"""Reads the parts of a step, and its bytes on the wire, from a trace of torch.profiler."""
+"""Reads a step's compute, communication and idle time, and the bytes it transfers, from a trace of torch.profiler."""
 
 import math
 from collections import Counter
@@ -23,7 +23,7 @@ Event = dict[str, Any]  # of a trace
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of one step, ms: compute + exposed + idle = step. Communication is exposed or beside compute."""
+    """Parts of a step, ms. compute + exposed + idle = step; exposed is the communication that overlaps no compute."""
 
     step_ms: float
     traced_ms: float  # step time while it was traced
@@ -35,10 +35,10 @@ class Parts:
     timeline: dict[str, list[Interval]]
 
     def at_speed(self, timed_ms: float) -> "Parts":
-        """Return the parts of a step that took `timed_ms` without tracing.
+        """Scale the parts of a traced step to a step that took `timed_ms` without tracing.
 
-        Tracing slows the host of a GPU. That lengthens idle time, and transfers in which a rank waits for the host of
-        another rank, but not compute. So compute is kept, and the other parts are shortened.
+        Tracing slows the host of a GPU. This lengthens idle time, and transfers in which a rank waits for the host of
+        another rank, but not compute. So compute is kept, and exposed and idle time are shortened.
         """
         left_ms = max(timed_ms - self.compute_ms, 0.0)
         exposed_ms = min(self.exposed_ms, left_ms)
@@ -46,15 +46,15 @@ class Parts:
 
 
 def parts_of_step(trace: dict[str, Any], count: int) -> Parts:
-    """Return the parts of a step, means over the `count` traced steps, which follow each other without a gap.
+    """Return the parts of a step: means over the `count` traced steps, which follow each other without a gap.
 
-    On a GPU, the steps last from its first event to its last. Compute is all events on the busiest stream except
-    NCCL's and zcompile's kernels. Communication is these kernels and all events on other streams: copies between
-    devices, packing, casts and sums. In a CUDA graph the driver chooses the streams, so there compute is all kernels
-    except NCCL's, zcompile's, and those of the driver, which copy.
+    On a GPU, the steps last from the first GPU event in the trace to the last. Compute is all events on the busiest
+    stream except NCCL's and zcompile's kernels. Communication is these kernels, and all events on other streams: copies
+    between devices, packing, casts and sums. In a CUDA graph, the driver chooses the streams. So compute in a graph is
+    all kernels except NCCL's, zcompile's, and the driver's copy kernels.
 
-    On a CPU, communication is gloo's work on its threads and the waits of zcompile's ops, without gloo's events for
-    zcompile's messages, which last until the wait. Compute is aten's ops and compiled graphs, without these waits.
+    On a CPU, communication is gloo's collectives on its threads, and waits within collective ops. Gloo's send and recv
+    events are left out, because they last until the wait. Compute is aten's ops and compiled graphs without the waits.
     """
     device = [event for event in trace["traceEvents"] if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if device:
@@ -91,7 +91,7 @@ def parts_of_step(trace: dict[str, Any], count: int) -> Parts:
 
 
 def drawn(intervals: list[Interval], step: Interval) -> list[Interval]:
-    """Clip `intervals` to `step`, in ms since it began, rounded to us, and close gaps that are too short to see."""
+    """Clip `intervals` (us) to `step`, close gaps too short to see, and return them in ms since the step began."""
     gap = (step[1] - step[0]) / GAPS
     widened = union((begin, end + gap) for begin, end in clip(intervals, step))
     return [(round((begin - step[0]) / 1e3, 3), round((end - gap - step[0]) / 1e3, 3)) for begin, end in widened]
@@ -102,7 +102,7 @@ def is_nccl(event: Event) -> bool:
 
 
 def is_ours(event: Event) -> bool:
-    """Return whether it is a kernel of a transfer: all of zcompile's kernels but AdamW move, cast or sum tensors."""
+    """Return whether `event` is a zcompile kernel other than AdamW: these move, cast or sum transferred tensors."""
     return "zcompile::" in event["name"] and "adam_kernel" not in event["name"]
 
 
@@ -116,7 +116,7 @@ def busiest_stream(device: list[Event]) -> int:
 
 
 def graph_launches(events: list[Event]) -> set[int]:
-    """Return the correlation ids of the launches of CUDA graphs. Kernels and copies of a graph have the same id."""
+    """Return the correlation ids of CUDA graph launches. The kernels and copies of a launched graph have its id."""
     return {event["args"]["correlation"] for event in events if event.get("name") == "cudaGraphLaunch"}
 
 
@@ -142,7 +142,7 @@ def clip(intervals: list[Interval], to: Interval) -> list[Interval]:
 
 
 def subtract(intervals: list[Interval], others: list[Interval]) -> list[Interval]:
-    """Remove `others` from `intervals`. Both are disjoint and ordered, and so is the result."""
+    """Remove `others` from `intervals`. The intervals of each argument are disjoint and ordered, as in the result."""
     left: list[Interval] = []
     depth, since = 0, 0.0  # open `intervals` minus open `others`, from time `since` on
     changes = [change for begin, end in intervals for change in ((begin, 1), (end, -1))]
@@ -159,15 +159,15 @@ def length(intervals: list[Interval]) -> float:
 
 
 def wire_bytes(trace: dict[str, Any], ranks: int) -> int:
-    """Return the bytes of unsharded tensors that this rank gathered and reduced in the whole trace.
+    """Return the size of the unsharded tensors that this rank gathered and reduced in the whole trace, bytes.
 
     These tensors are outputs of all-gathers, and inputs of reduce-scatters, all-reduces and all-to-alls.
-    `zcompile.stats` counts the same, without other collectives such as norms of gradients. With W ranks, (W - 1) / W of
-    the bytes cross a link, twice as many for an all-reduce. All bytes of zcompile's messages cross a link, so they are
-    multiplied by W / (W - 1).
+    `zcompile.stats` counts the same tensors, but no other collectives, such as all-reduces of gradient norms. With W
+    ranks, (W - 1) / W of the bytes cross a link (twice as many for an all-reduce). All bytes of zcompile's sends on
+    CPUs cross a link, so they are multiplied by W / (W - 1).
 
     Args:
-        ranks: W. Events of gloo's all-gathers do not contain it.
+        ranks: number of ranks, W, which gloo's events of all-gathers do not contain.
     """
     total = sent = 0
     for event in trace["traceEvents"]:

@@ -1,6 +1,6 @@
-"""Engines of torch alone: FSDP2, DDP, SimpleFSDP, one rank without sharding, and the limit that no engine can pass.
+"""Engines of torch alone: FSDP2, DDP, SimpleFSDP, one rank without sharding, and a lower limit of the step time.
 
-Engines named "tuned" have the fastest settings of this torch, which `Engine.settings` lists.
+Engines named "tuned" use the fastest settings that this version of torch has. `Engine.settings` lists them.
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ OVERLAP = (
 
 
 class Limit(Engine):
-    """Compute alone: unsharded weights in compute dtype, no communication, and Adam on a rank's share of fp32 state."""
+    """A lower limit of step times: compute on unsharded weights, no communication, and AdamW on 1/W of fp32 state."""
 
     casts_inputs = False
 
@@ -57,9 +57,9 @@ class Limit(Engine):
 
 
 class MainParameters(Engine):
-    """One rank and nothing sharded: the model compiled whole, with bf16 copies of fp32 main parameters.
+    """One rank without sharding: the whole model compiled, with bf16 copies of the fp32 parameters.
 
-    The baseline of other engines on one rank: unlike `Limit`, it trains the model.
+    This is the baseline for other engines on one rank, because it trains the model, unlike `Limit`.
     """
 
     casts_inputs = False
@@ -150,8 +150,8 @@ class Fsdp2Compile(Fsdp2):
 class Fsdp2Tuned(Fsdp2Compile):
     """FSDP2 with compiled blocks and all settings that may make it faster.
 
-    Gathers from symmetric memory, reduces on a communicator of their own from two input buffers, two blocks prefetched
-    each way, and no reshard of the last block after its forward.
+    All-gathers use symmetric memory. Reduce-scatters use a communicator of their own and two input buffers. Forward and
+    backward prefetch two blocks each. The last block is not resharded after its forward.
     """
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -172,7 +172,7 @@ class Fsdp2Tuned(Fsdp2Compile):
         return model
 
     def _set(self, modules: Sequence[Any], name: str, *args: Any) -> None:
-        """Call a setter of FSDP2 on each module, if this torch has it."""
+        """Call FSDP2's setter `name` on each module, if this version of torch has it."""
         if not hasattr(FSDPModule, name):
             self.settings.append(f"{name}: not in torch {torch.__version__}")
             return
@@ -182,9 +182,9 @@ class Fsdp2Tuned(Fsdp2Compile):
 
 
 class SimpleFsdp(Engine):
-    """SimpleFSDP (arXiv:2411.00284): each read of a parameter computes an all-gather, so one graph has all of them.
+    """SimpleFSDP (arXiv:2411.00284): each read of a parameter computes an all-gather, in the graph.
 
-    Inductor orders them.
+    Inductor orders the all-gathers.
     """
 
     casts_inputs = False
@@ -209,7 +209,7 @@ class SimpleFsdp(Engine):
 
 
 class SimpleFsdpTuned(SimpleFsdp):
-    """SimpleFSDP under Inductor's overlap scheduler, which also buckets, with collectives that leave SMs free."""
+    """SimpleFSDP with Inductor's overlap scheduler, collective bucketing, and collectives that leave SMs free."""
 
     def compile(self, model: nn.Module) -> None:
         known = torch._inductor.config.get_config_copy()
@@ -229,7 +229,7 @@ class SimpleFsdpTuned(SimpleFsdp):
 
 
 class Unsharded(nn.Module):
-    """The parametrization that gathers a shard in compute dtype. Backward gathers it again."""
+    """The parametrization that all-gathers a parameter's shard in compute dtype, and again in backward."""
 
     def __init__(self, dtype: torch.dtype | None):
         super().__init__()
@@ -249,7 +249,7 @@ def _gather_again() -> tuple[Any, Any]:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules to shard one by one: members of outermost `ModuleList`s and `Sequential`s, or the model."""
+    """Return the modules to wrap one by one: members of outermost `ModuleList`s and `Sequential`s, else the model."""
 
     def inside(module: nn.Module) -> list[nn.Module]:
         blocks: list[nn.Module] = []

@@ -1,6 +1,6 @@
-"""One rank of one engine, in a process of its own: trains, measures, and writes the results.
+"""The process of one rank of one engine: trains, measures, and writes the results.
 
-`launch.py` runs it with the usual variables of torch.distributed and the path of a `Job` as JSON.
+`launch.py` starts it with torch.distributed's environment variables. The argument is the path of a `Job` as JSON.
 """
 
 import ctypes
@@ -56,11 +56,11 @@ class Run:
         self.losses: list[torch.Tensor] = []
 
     def run(self) -> dict[str, Any]:
-        """Warm up, time steps, and then trace steps.
+        """Run warm-up steps, timed steps, and then traced steps.
 
         Returns:
-            On rank 0, the engine's entry of `results.json` without its plan. Step times are those of the slowest rank,
-            other values those of rank 0. A value is None if it does not apply or could not be measured.
+            The engine's entry of `results.json`, without its plan. Rank 0 writes it. Step times are the slowest rank's,
+            losses are means over ranks, and other values are this rank's. A value is None if it was not measured.
         """
         first_step_s = self.warm_up()
         dist.barrier()
@@ -104,7 +104,7 @@ class Run:
             torch.cuda.synchronize()
 
     def warm_up(self) -> float:
-        """Run the warm-up steps. Returns the seconds of the first one, in which most engines compile."""
+        """Run the warm-up steps. Return the time of the first one, in which most engines compile, in seconds."""
         begin = time.perf_counter()
         self.step()
         self.synchronize()
@@ -115,7 +115,7 @@ class Run:
         return first_step_s
 
     def timed_with_memory(self) -> tuple[list[float], int]:
-        """Return step times of the slowest rank, ms, and the peak memory of this rank during the steps, bytes."""
+        """Return the slowest rank's times of the timed steps, ms, and this rank's peak memory during them, bytes."""
         if self.resident is not None:
             with self.resident as resident:
                 step_ms = self.timed(self.job.steps)
@@ -125,7 +125,7 @@ class Run:
         return step_ms, torch.cuda.max_memory_allocated() + self.engine.extra_bytes()
 
     def timed(self, count: int) -> list[float]:
-        """Run `count` steps. Returns their times, ms; on a GPU by CUDA events, so that the host may run ahead."""
+        """Run `count` steps and return their times, ms. CUDA events measure them on a GPU: the host may run ahead."""
         if not self.cuda:
             times = [time.perf_counter()]
             for _ in range(count):
@@ -141,17 +141,17 @@ class Run:
         return [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
 
     def of_slowest_rank(self, step_ms: list[float]) -> list[float]:
-        """Return the step times of the rank with the largest median.
+        """Return the step times of the rank with the largest median step time.
 
-        Ranks that communicate all take about that long. Without communication, as in the engine "limit", some GPUs are
-        faster than others.
+        If ranks communicate, all have about the same step time. In the engine "limit", which does not communicate, some
+        GPUs are faster than others.
         """
         of_ranks: list[list[float]] = [[]] * self.job.ranks
         dist.all_gather_object(of_ranks, step_ms)
         return max(of_ranks, key=statistics.median)
 
     def host_ms(self) -> float:
-        """Return the host's time to issue a step, ms: the median of a few steps that all ranks begin together."""
+        """Return the time in which the host launches a step, ms: the median of steps that all ranks begin together."""
         issued_ms: list[float] = []
         for _ in range(HOST_STEPS):
             batches = self.batches()
@@ -169,9 +169,9 @@ class Run:
         return (losses / self.job.ranks).tolist()
 
     def parts(self, timed_ms: float) -> Parts:
-        """Return the parts of a step, from the fastest of a few traces.
+        """Return the parts of a step, such as compute, from the fastest of a few traces.
 
-        The first trace that is about as fast on rank 0 as the timed steps is the last one.
+        On GPUs, steps are traced up to MOST_TRACES times, until rank 0's take about `timed_ms`, the untraced time.
         """
         traces: list[Parts] = []
         again = [True]
@@ -183,7 +183,7 @@ class Run:
         return fastest.at_speed(timed_ms) if self.cuda else fastest
 
     def traced(self) -> Parts:
-        """Trace some steps. All ranks trace, because a rank without tracing would wait for slower ones."""
+        """Trace steps and return their parts. All ranks trace, because a rank without tracing would wait for others."""
         # Events of the GPU are enough. Recording every op as well would slow the host, and the GPU would idle.
         activities = [ProfilerActivity.CUDA if self.cuda else ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities) as profiler:
@@ -196,10 +196,10 @@ class Run:
         return parts_of_step(json.loads(file.read_text()), TRACED_STEPS)
 
     def record(self, measured: dict[str, Any]) -> None:
-        """Add the bytes on the wire to `measured` on rank 0, and keep the trace if the job says so.
+        """Add the transferred bytes per step to `measured` on rank 0. Keep the trace if `job.keep_trace` is True.
 
-        The bytes come from a second trace, because recording shapes would slow the steps of the first. Versions of
-        torch write different traces; if the bytes cannot be read, `missing` gets the reason.
+        The bytes come from a second trace, because recording shapes would slow the steps of the first. If the bytes
+        cannot be read, because another version of torch wrote the trace, `missing` gets the reason.
         """
         with torch.profiler.profile(record_shapes=True) as profiler:
             for _ in range(RECORDED_STEPS):
@@ -221,13 +221,13 @@ class Run:
             measured["missing"].append(f"count of bytes on the wire ({type(error).__name__}: {error})")
 
     def planned(self) -> PlannedStep | None:
-        """Return the prediction of zcompile's plan, None if there is none. All ranks trace the model again."""
+        """Return the step that zcompile predicts, None for other engines. All ranks call this and trace the model."""
         explained = self.engine.explain(self.batches()[0]) if self.job.trace else None
         return step_of(explained, self.job.accumulation) if explained else None
 
 
 def _to(batch: Any, device: str) -> Any:
-    """Move a batch to the device, from pinned memory, so that the host may run ahead."""
+    """Move a batch to the device, from pinned memory so that the host need not wait for the copy."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if device == "cpu" or tensor.is_cuda:
@@ -238,7 +238,7 @@ def _to(batch: Any, device: str) -> Any:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel (Linux) kill this process when the process that started it ends for any reason."""
+    """Let the Linux kernel kill this process when the launcher, its parent, ends for any reason."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -254,7 +254,7 @@ def _write(measured: dict[str, Any], job: Job) -> None:
 
 
 def main() -> None:
-    """Run the job of `sys.argv[1]`. An error is written to a file in the job's folder, which launch.py reads."""
+    """Run the job in the file `sys.argv[1]`. Write an error to a file in the job's folder, which launch.py reads."""
     _end_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     rank = int(os.environ["RANK"])

@@ -1,4 +1,4 @@
-"""Engines of zcompile, eager and compiled."""
+"""Engines of `zcompile profile` that train with zcompile, eager and compiled."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ class Eager(Engine):
 
 
 class EagerUnits(Eager):
-    """The blocks that FSDP2's engine gives to `fully_shard` are units, each gathered in one transfer."""
+    """Eager training in which each block, a module that the engine "fsdp2" wraps, is all-gathered in one transfer."""
 
     def units_of(self, model: nn.Module) -> list[nn.Module] | None:
         return [block for block in blocks_of(model) if block is not model] or None
@@ -98,6 +98,6 @@ class Zcompile(Eager):
 
 
 def counted_bytes(model: nn.Module) -> int:
-    """Return the bytes that a model sharded by zcompile gathered and reduced so far."""
+    """Return the size of the parameters and gradients that this rank gathered and reduced so far, bytes."""
     counts = zcompile.stats(model)
     return sum(counts["gathered_bytes"].values()) + sum(counts["reduced_bytes"].values())
