@@ -1,1 +1,1 @@
-"""How long single calls take: formulas by op, built in and registered by users; `costs/model.py` adds them up."""
+"""Cost formulas: what a call of an op reads, writes and computes. `costs/model.py` adds up the times."""

@@ -1,8 +1,8 @@
-"""Attention: torch's kernels, and flex attention by its block mask.
+"""Cost formulas of attention: of torch's kernels, and of flex attention with its block mask.
 
-A table has one rate for each kernel: of forward and backward together, with heads 128 wide and without a mask. What a
-call reaches of it was measured on an H100 with torch 2.11 (docs/lab/measurements.md, "Formulas"). It was the same for
-the four kernels, within 20 %, but for short calls.
+A hardware table has one rate (operations per second) for each attention kernel: of forward and backward together, with
+heads 128 wide and without a mask. The shares of this rate that calls reach were measured on an H100 with torch 2.11
+(docs/lab/measurements.md, "Formulas"). Except for short calls, the four kernels reach equal shares, within 20 %.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zcompile.costs.formulas.work import Call, TensorSize, Work, nbytes_of
 
-MASK_BLOCKS = 128  # most blocks in a row or column of a mask that are looked at
-SAMPLES = 4  # of a block's rows and columns, the first and the last among them
+MASK_BLOCKS = 128  # most blocks in a row or column of a mask that are sampled
+SAMPLES = 4  # sampled rows, and columns, of a block; the first and the last among them
 
-# What a call reaches of its kernel's rate.
+# Shares of a kernel's rate in the hardware table that calls reach.
 FORWARD_SHARE = 1.18
 BACKWARD_SHARE = 0.94
 CAUSAL_SHARE = 0.8  # blocks of one kernel take unlike times
@@ -27,9 +27,9 @@ CPU_COLUMNS = 512  # of a block of keys in torch's kernel for CPUs, which leaves
 
 
 def scaled_dot_product(call: Call) -> Work:
-    """Operations of attention, without those that a causal mask leaves out.
+    """Return the work of torch's attention kernels, without the operations that a causal mask saves.
 
-    A mask that is given as a tensor is read, and saves no operations.
+    A mask that is passed as a tensor is read, and saves no operations.
     """
     is_backward = "backward" in call.name
     query, key, values = call.args[1 if is_backward else 0 :][:3]
@@ -47,16 +47,16 @@ def scaled_dot_product(call: Call) -> Work:
 
 
 def reached_share(width: int, is_backward: bool, is_causal: bool) -> float:
-    """What a call reaches of its kernel's rate on a GPU."""
+    """Return the share of its kernel's rate that a call with heads of `width` reaches on a GPU."""
     share = BACKWARD_SHARE if is_backward else FORWARD_SHARE
     return share * (CAUSAL_SHARE if is_causal else 1.0) * (NARROW_SHARE if width <= 64 else 1.0)
 
 
 def attention_flops(query: TensorSize, key: TensorSize, values: TensorSize, is_backward: bool) -> int:
-    """Operations of attention over all pairs of a query and a key.
+    """Return the floating-point operations of attention over all pairs of a query and a key.
 
-    Queries [b, h, s, d], keys [b, h', t, d] and values [b, h', t, e] have two matmuls. The backward of flash attention
-    has five, since it computes the scores again (arXiv:2205.14135).
+    Forward has two matmuls, for queries [b, h, s, d], keys [b, h', t, d] and values [b, h', t, e]. Flash attention's
+    backward has five, because it computes the scores again (arXiv:2205.14135).
     """
     batch, heads, rows, width = query.shape
     flops_per_column = 2 * batch * heads * rows * key.shape[-2]
@@ -65,10 +65,10 @@ def attention_flops(query: TensorSize, key: TensorSize, values: TensorSize, is_b
 
 
 def flex_attention(call: Call) -> Work:
-    """Forward or backward, in the blocks that the mask does not leave out.
+    """Return the work of flex attention, forward or backward, in the blocks of scores that its mask does not skip.
 
-    The mask's blocks are values, and plans know none. The mask's function is in the graph: it is asked about a few
-    places of each block. If it reads tensors, such as the documents of tokens, all blocks count.
+    The block mask's tensors have no values at compile time. So the mask's function, which the graph contains, is called
+    with a few positions of each block. If it reads tensors, such as the documents of tokens, all blocks count.
     """
     is_backward = call.name.endswith("backward")
     query, key, values = call.args[:3]
@@ -83,7 +83,7 @@ def flex_attention(call: Call) -> Work:
 
 
 def _share_of_blocks(call: Call, i: int) -> float:
-    """The share of blocks that are computed, of the block mask in argument `i`; 1 if it cannot be known."""
+    """Return the share of blocks that are computed under the block mask in argument `i` of `call`; 1 if not known."""
     assert call.node is not None
     mask: Any = call.args[i] if i < len(call.args) else call.argument("block_mask")
     if not isinstance(mask, (tuple, list)) or len(mask) < 5:
@@ -103,7 +103,7 @@ def _share_of_blocks(call: Call, i: int) -> float:
 
 
 def _computed_share(mask: Callable[..., torch.Tensor], sizes: Sequence[int], blocks: Sequence[int]) -> float:
-    """Sample the share of blocks where `mask(batch, head, query, key)` is True for some query and key."""
+    """Return the share of blocks in which `mask(batch, head, query, key)` is True for a sampled query and key."""
     rows, columns = (_sampled(size, min(block, size)) for size, block in zip(sizes, blocks))
     row, column = rows.flatten()[:, None], columns.flatten()[None, :]
     zero = torch.zeros((), dtype=torch.int64)
@@ -116,7 +116,7 @@ def _computed_share(mask: Callable[..., torch.Tensor], sizes: Sequence[int], blo
 
 
 def _sampled(size: int, block: int) -> torch.Tensor:
-    """Places [blocks, SAMPLES] in evenly spread blocks of a dimension."""
+    """Return sampled positions [blocks, SAMPLES] in evenly spread blocks of a dimension."""
     count = -(-size // block)
     firsts = torch.linspace(0, count - 1, min(count, MASK_BLOCKS)).long() * block
     inside = torch.linspace(0, block - 1, SAMPLES).long()

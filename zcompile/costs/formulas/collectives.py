@@ -1,7 +1,7 @@
-"""Collectives of the user's own model, such as the exchange of tokens between experts: time on the wire.
+"""Transfer times of collectives that the user's model calls itself, such as the all-to-all of tokens between experts.
 
-They start and are waited for where the model has them. Ranks of one group are taken to share the fast links as those of
-the sharded model do.
+In a plan, each starts and is waited for where the model does so. Plans assume that the ranks of a collective's process
+group share fast links, such as NVLink, like the ranks over which parameters are sharded.
 """
 
 from torch.fx import Node
@@ -14,12 +14,12 @@ COLLECTIVES = ("nccl", "gloo")  # which transport runs them; peer to peer, the c
 
 
 def is_collective_wait(node: Node) -> bool:
-    """Whether `node` waits for a collective of the user's."""
+    """Return whether `node` waits for a collective that the user's model calls."""
     return node.op == "call_function" and node.target is WAIT_TENSOR
 
 
 def collective_s(node: Node, link: Link) -> float:
-    """Seconds that a collective takes alone on the wire."""
+    """Return the seconds that a collective takes if no other transfer runs."""
     name = str(node.target.overloadpacket.__name__)  # type: ignore[union-attr]
     given, result = nbytes_of(sizes_of(node.args)), nbytes_of(sizes_of(node.meta.get("val")))
     of_group = _link_of(node, link)
@@ -33,12 +33,12 @@ def collective_s(node: Node, link: Link) -> float:
 
 
 def collective_bytes(node: Node) -> int:
-    """Bytes of the unsharded tensors that a collective moves."""
+    """Return the size of the unsharded tensors that a collective moves, in bytes."""
     return max(nbytes_of(sizes_of(node.args)), nbytes_of(sizes_of(node.meta.get("val"))))
 
 
 def _link_of(node: Node, link: Link) -> Link:
-    """The link of the collective's group: as many ranks as the op says, else as the model has."""
+    """Return the link of a collective's process group. Its size is the op's `group_size`, else the model's ranks."""
     hardware = link.hardware
     known = {wire.transport for wire in hardware.wires}
     transport = next((name for name in COLLECTIVES if name in known), link.wire.transport)

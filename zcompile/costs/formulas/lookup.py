@@ -1,4 +1,4 @@
-"""Which formula a node has: the user's, a built-in one, torch's count of operations, or none."""
+"""Finds the cost formula of a node: the user's, a built-in one, torch's count of operations, or none."""
 
 import logging
 from typing import Any, cast
@@ -17,8 +17,8 @@ BUILT_IN = {**products.FORMULAS, **attention.FORMULAS, **memory_ops.FORMULAS}
 TRITON = ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation")
 FUNCTIONALIZED = ("auto_functionalized", "auto_functionalized_v2")  # calls of ops that write to their arguments
 
-# Ops of these namespaces take the time of their bytes, but for those that begin with one of COMPUTE. All others may
-# compute more than their bytes tell.
+# Ops in these namespaces take the time to read and write their tensors, except ops whose names begin with one of
+# COMPUTE. Those, and ops in other namespaces, may take longer because they compute.
 KNOWN_NAMESPACES = ("aten", "prims", "inductor_prims", "zcompile", "_c10d_functional", "_c10d_functional_autograd")
 COMPUTE = ("linalg_", "_linalg_", "_fft_", "cholesky", "_cdist", "_trilinear", "lu_", "geqrf", "triangular_solve")
 
@@ -26,9 +26,9 @@ _told: set[str] = set()  # ops of which the log has said something
 
 
 def find_work(node: Node) -> tuple[Work | None, str]:
-    """What `node`, a call, does, and the name of an op or a kernel if that computes what no formula tells, else "".
+    """Return the `Work` of `node`, a call, and "", or (None, the op's name) if an op without a formula may compute.
 
-    Without a formula, its bytes count. Pointwise nodes and others that only move bytes have none.
+    (None, "") means that `node` only reads and writes its tensors, as pointwise ops do, so that their bytes count.
     """
     target: Any = node.target
     is_higher = isinstance(target, torch._ops.HigherOrderOperator)
@@ -57,7 +57,7 @@ def find_work(node: Node) -> tuple[Work | None, str]:
 
 
 def call_of(node: Node) -> Call:
-    """The call that `node` makes, without what wraps it."""
+    """Return the call of the op or kernel that `node` makes, without a higher-order op that wraps it."""
     target: Any = node.target
     higher = target.name() if isinstance(target, torch._ops.HigherOrderOperator) else ""
     out = sizes_of(node.meta.get("val"))
@@ -73,7 +73,7 @@ def call_of(node: Node) -> Call:
 
 
 def _given_kwargs(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
-    """The arguments of an op that writes to some of them. These stand in a list beside the others."""
+    """Return by name the arguments of an op in `auto_functionalized`, where those it writes to are in a list."""
     bases = cast(list[Any], node.kwargs.get("_all_bases", []))
     kwargs = {name: node.kwargs[name] for name in names if name in node.kwargs}
     for name in names:
@@ -84,7 +84,7 @@ def _given_kwargs(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _kernel_call(node: Node, out: Any) -> Call:
-    """A Triton kernel's arguments by name, its grid among them."""
+    """Return the call of a Triton kernel. Its arguments have the kernel's arguments and the grid, by name."""
     kernel = kernel_side_table.get_kernel(cast(int, node.kwargs["kernel_idx"]))
     constants = kernel_side_table.get_constant_args(cast(int, node.kwargs["constant_args_idx"]))
     grid = cast(list[Any], node.kwargs["grid"])
@@ -94,7 +94,7 @@ def _kernel_call(node: Node, out: Any) -> Call:
 
 
 def _by_user(entry: Registered, call: Call) -> Work | None:
-    """What the user's formula says. It must not end a compilation, so an error is a warning."""
+    """Return the result of the user's formula for `call`, or None and log a warning if the formula fails."""
     result = {} if call.name.startswith(KERNEL) else {"out": call.out}
     try:
         work = entry.function(*call.args, **call.kwargs, **result)
@@ -108,7 +108,7 @@ def _by_user(entry: Registered, call: Call) -> Work | None:
 
 
 def _tell(level: int, name: str, text: str, *args: Any) -> None:
-    """Log something of an op, once in a process."""
+    """Log `text` about the op `name`, once in a process for each op."""
     if name not in _told:
         _told.add(name)
         log.log(level, f"zcompile: {text}", *args)

@@ -1,7 +1,7 @@
-"""Ops that only move bytes, where those of their arguments and results would say too much or too little.
+"""Cost formulas of ops that only move bytes, but do not read and write each argument and result once.
 
-Sources: the kernels of ATen (TensorTopK.cu, Sort.cu, SummaryOps.cu, SoftMax.cu, Loss.cu), of which radix sorts and
-selects pass several times over what they read; and what they took on an H100 with torch 2.11 (docs/lab/measurements.md,
+Sources: the kernels of ATen (TensorTopK.cu, Sort.cu, SummaryOps.cu, SoftMax.cu, Loss.cu), whose radix sorts and selects
+read their input several times; and the kernels' times on an H100 with torch 2.11 (docs/lab/measurements.md,
 "Formulas").
 """
 
@@ -27,7 +27,7 @@ LOSS_ROW_S = 1.2e-9  # one block of threads reads all rows of a loss
 
 
 def topk(call: Call) -> Work:
-    """A radix select in each slice, then a sort of what it found."""
+    """Return the work of `topk`: a radix select in each slice, then a sort of the selected items."""
     source = call.args[0]
     dim = call.argument("dim", -1)
     length = source.shape[dim] if source.shape else 1
@@ -38,7 +38,7 @@ def topk(call: Call) -> Work:
 
 
 def sort(call: Call) -> Work:
-    """A sort with its indices: within one kernel for short slices, by radix for long ones."""
+    """Return the work of a sort with indices: in one kernel if slices are short, else a radix sort."""
     source: TensorSize = call.args[1] if isinstance(call.args[0], bool) else call.args[0]
     dim = call.argument("dim", -1)
     length = source.shape[dim] if source.shape else 1
@@ -50,7 +50,7 @@ def sort(call: Call) -> Work:
 
 
 def scan(call: Call) -> Work:
-    """Running sums and the like: every item is read and written once, in two kernels where there is one slice."""
+    """Return the work of running sums, products, maxima and minima. If the input is one slice, two kernels run."""
     source = call.args[0]
     dim = call.argument("dim", -1)
     if not source.shape or source.shape[dim] == source.numel:
@@ -59,24 +59,24 @@ def scan(call: Call) -> Work:
 
 
 def count_values(call: Call) -> Work:
-    """`histc` and `bincount`: the least and the largest value, then a count, in shared memory."""
+    """Return the work of `histc` and `bincount`: find the minimum and the maximum, then count in shared memory."""
     return Work(nbytes=4 * call.args[0].nbytes + nbytes_of(call.out), launches=2)
 
 
 def negative_log_likelihood(call: Call) -> Work:
-    """Reads one item of each row of log probabilities [n, classes], and the n targets."""
+    """Return the work of a loss that reads one item per row of log probabilities [n, classes], and n targets."""
     scores, targets = call.args[:2]
     rows = scores.numel // max(1, scores.shape[-1])
     return Work(nbytes=rows * SECTOR_BYTES + targets.nbytes, seconds=rows * LOSS_ROW_S)
 
 
 def negative_log_likelihood_backward(call: Call) -> Work:
-    """Writes zeros for each class and a number for each row."""
+    """Return the work of the loss's backward: it writes zeros for all classes, then a number for each row."""
     return Work(nbytes=nbytes_of(call.out) + nbytes_of(call.args[2]), launches=2)
 
 
 def softmax(call: Call) -> Work:
-    """A long row is read for its maximum and its sum, and again for its results."""
+    """Return the work of softmax, which reads a long row twice: for its maximum and sum, and for its results."""
     source = call.args[0]
     dim = call.argument("dim", -1)
     reads = 2 if source.shape and source.shape[dim] > SOFTMAX_SLICE else 1
@@ -84,10 +84,10 @@ def softmax(call: Call) -> Work:
 
 
 def read_bytes_at(source: TensorSize, out: TensorSize, is_by_item: bool) -> int:
-    """Bytes of `source` that a gather of `out` reads: what it returns, in sectors at least, and no more than all.
+    """Return how many bytes of `source` an indexing op reads to return `out`: at least a memory sector for each index.
 
     Args:
-        is_by_item: whether each item has an index of its own; else rows of the last dimension are taken.
+        is_by_item: whether each index selects a single item; else each selects a row of the last dimension.
     """
     run = 1 if is_by_item or not out.shape else out.shape[-1]
     runs = out.numel // max(1, run)
@@ -95,18 +95,18 @@ def read_bytes_at(source: TensorSize, out: TensorSize, is_by_item: bool) -> int:
 
 
 def select_rows(call: Call) -> Work:
-    """`index_select`: reads and writes the rows that it returns, and reads their indices."""
+    """Return the work of `index_select`: it reads and writes the rows that it returns, and reads their indices."""
     source, index = call.args[0], call.args[2]
     out = call.outs[0]
     return Work(nbytes=read_bytes_at(source, out, is_by_item=False) + out.nbytes + nbytes_of(index))
 
 
 def nonzero(call: Call) -> Work:
-    """Counts, tells the host, then writes."""
+    """Return the work of `nonzero`: it counts items, sends the count to the host, then writes indices."""
     return Work(nbytes=2 * call.args[0].nbytes + nbytes_of(call.out), launches=5)
 
 
-# Ops that fuse and read a part of their first argument: whether single items of it, or rows.
+# Ops that Inductor fuses and that read a part of their first argument: True if single items of it, False if rows.
 READ_BY_ITEM: dict[object, bool] = {torch.ops.aten.gather.default: True, torch.ops.aten.index.Tensor: False}
 
 # Memory that nobody has written: no kernel runs.

@@ -1,10 +1,10 @@
-"""Matmuls of all kinds and convolutions.
+"""Cost formulas of matmuls of all kinds, and of convolutions.
 
 [Note: grouped products]
-A grouped matmul multiplies groups of rows with a matrix each, as a mixture of experts does. How many rows a group has
-is a value, which plans do not know. They take rows to be spread at random: of G groups, m rows hit
-G * (1 - (1 - 1/G) ** m). Only matrices of groups that were hit are read. A kernel computes whole tiles of rows: a group
-that was hit has half a tile of padding on average, and at least one tile.
+A grouped matmul multiplies each group of rows by a matrix of its own, as a mixture of experts does. The number of rows
+in a group is not known at compile time. Formulas assume that each row is in a random group: then m rows occupy, on
+average, G * (1 - (1 - 1/G) ** m) of G groups. Only matrices of occupied groups are read. A kernel computes whole tiles
+of rows: an occupied group has half a tile of padding on average, and at least one tile.
 """
 
 import logging
@@ -20,13 +20,13 @@ from zcompile.costs.formulas.work import Call, TensorSize, Work, nbytes_of, size
 
 log = logging.getLogger("zcompile")
 
-TILE_ROWS = 128  # of a grouped matmul's kernel; 64 where there are few rows
+TILE_ROWS = 128  # rows in a tile of a grouped matmul's kernel; SMALL_TILE_ROWS if there are few rows
 SMALL_TILE_ROWS = 64
 HOST_WAIT_S = 20e-6  # the host reads a value of the device, then starts kernels anew
 
 
 def is_matmul(node: Node) -> bool:
-    """Whether `node` is a matmul, a convolution or an attention, of whatever sizes: what torch counts operations of."""
+    """Return whether `node` is a matmul, a convolution or an attention op, of any sizes."""
     packet = getattr(node.target, "overloadpacket", None)
     return packet is not None and (
         packet in flop_registry or packet.__name__ == "_grouped_mm" or "scaled_dot_product" in packet.__name__
@@ -34,7 +34,7 @@ def is_matmul(node: Node) -> bool:
 
 
 def counted_by_torch(node: Node) -> int:
-    """Operations of a matmul or a convolution by torch's formula; 0 where it has none."""
+    """Return the floating-point operations of a matmul or a convolution by torch's formula; 0 if torch has none."""
     formula = flop_registry.get(cast(OpOverload, node.target).overloadpacket)
     if formula is None:
         return 0
@@ -53,16 +53,16 @@ def counted_by_torch(node: Node) -> int:
 
 
 def narrow_product(call: Call) -> Work:
-    """`_int_mm` and `_scaled_mm`: rows [m, k] with [k, n], at the rate of what they read, not of what they write."""
+    """Return the work of `_int_mm` and `_scaled_mm`, [m, k] x [k, n], at the rate of the inputs' narrow dtype."""
     left, right = call.args[:2]
     return Work(flops=2 * left.shape[0] * left.shape[1] * right.shape[1], dtype=left.dtype)
 
 
 def grouped_product(call: Call) -> Work:
-    """Products of groups; see the note above. Shapes as for `torch.nn.functional.grouped_mm`.
+    """Return the work of a grouped matmul of G groups, see [Note: grouped products].
 
-    Rows [m, k] with matrices [g, k, n]; gradients of matrices [m, k] with [k, n], where groups divide k; or [g, m, k]
-    with [k, n], where they divide n.
+    Shapes are those of `torch.nn.functional.grouped_mm`: rows [m, k] x matrices [g, k, n]; [m, k] x [k, n] with k
+    split into groups, for gradients of the matrices; [g, m, k] x [k, n] with n split into groups; or batches.
     """
     left, right = call.args[:2]
     if len(left.shape) == len(right.shape) == 2:
@@ -80,12 +80,12 @@ def grouped_product(call: Call) -> Work:
 
 
 def expected_hits(groups: int, rows: int) -> float:
-    """How many of `groups` get one of `rows` at least, if each row goes to any of them."""
+    """Return how many of `groups` have at least one of `rows` on average, if each row is in a random group."""
     return groups * (1 - (1 - 1 / groups) ** rows) if groups else 0.0
 
 
 def padded_rows(rows: int, hits: float) -> float:
-    """Rows that a kernel computes for `hits` groups that share `rows`: whole tiles."""
+    """Return how many rows a kernel computes, in whole tiles, for `rows` that are in `hits` groups."""
     if not rows or not hits:
         return 0.0
     tile = SMALL_TILE_ROWS if rows <= TILE_ROWS else TILE_ROWS
@@ -93,7 +93,7 @@ def padded_rows(rows: int, hits: float) -> float:
 
 
 def looped_product(call: Call) -> Work:
-    """`transformers::grouped_mm_fallback`: the host reads the groups' sizes, then starts a matmul for each group."""
+    """Return the work of `transformers::grouped_mm_fallback`: the host reads group sizes, then launches matmuls."""
     rows, matrices = call.args[:2]
     groups = matrices.shape[0]
     hits = expected_hits(groups, rows.shape[0])
@@ -103,7 +103,7 @@ def looped_product(call: Call) -> Work:
 
 
 def looped_product_backward(call: Call) -> Work:
-    """Its backward: two matmuls for each group, and all matrices' gradients are written."""
+    """Return the work of the backward of `grouped_mm_fallback`: two matmuls for each group."""
     rows, matrices = call.args[:2]
     flops = 4 * rows.numel * matrices.shape[-1]
     return Work(flops=flops, dtype=rows.dtype, launches=2 * matrices.shape[0], seconds=HOST_WAIT_S)

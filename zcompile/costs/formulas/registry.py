@@ -1,4 +1,4 @@
-"""Formulas of users' ops and Triton kernels, and which of them a plan rests on."""
+"""Cost formulas that users register for their own ops and Triton kernels."""
 
 import inspect
 from collections.abc import Callable
@@ -14,7 +14,7 @@ KERNEL = "triton:"  # how the names of Triton kernels begin
 
 
 class Registered(NamedTuple):
-    """What a user registered for one op."""
+    """A user's formula for one op or Triton kernel, and its version."""
 
     function: Formula
     version: str
@@ -24,18 +24,18 @@ _registered: dict[str, Registered] = {}
 
 
 def register_cost(op: Any, function: Formula, version: int | str) -> None:
-    """Tell plans what a call of `op` does, so that transfers hide behind it. All ranks must register the same.
+    """Register how much work a call of `op` does, so that transfers overlap it. All ranks must register the same.
 
-    What has no formula counts as the bytes of its tensors, which is far too little for an op that computes.
+    An op without a formula counts as the bytes of its tensors, which is far too little for an op that computes.
 
     Args:
-        op: an op (`torch.ops.lib.op`, an overload of it, or what `torch.library.custom_op` returned), its name
-            ("lib::op"), or a Triton kernel. A formula counts for forward alone if the op's backward is another op.
-        function: called with what the op is called with, but with a `zcompile.TensorSize` (shape, dtype) for each
-            tensor, and with `out=`, the result: a `TensorSize`, or a tuple of them. For a Triton kernel: with the
-            kernel's arguments by their names, and with `grid=`, a tuple of numbers. It returns a `zcompile.Work`. It
-            must depend on nothing but its arguments. If it raises, the call counts as bytes, with a warning.
-        version: raise it when `function` changes. Plans and compiled graphs in caches are kept by it.
+        op: an op (`torch.ops.lib.op`, an overload of it, or the result of `torch.library.custom_op`), its name
+            ("lib::op"), or a Triton kernel. An op's formula does not apply to its backward if that is another op.
+        function: returns a `zcompile.Work` for a call. Its arguments are the op's, with a `zcompile.TensorSize` (shape,
+            dtype) in place of each tensor, and `out=`, the result: a `TensorSize`, or a tuple of them. For a Triton
+            kernel, they are the kernel's arguments by name, and `grid=`, a tuple of numbers. It must depend only on
+            its arguments. If it raises an error, the bytes of the call's tensors count, and a warning is logged.
+        version: change it when `function` changes, because caches of compiled graphs are keyed by the version.
 
     Raises:
         TypeError: `op` is no op or Triton kernel, `function` cannot be called, or `version` is no number or text.
@@ -54,17 +54,17 @@ def register_cost(op: Any, function: Formula, version: int | str) -> None:
 
 
 def registered(name: str) -> Registered | None:
-    """What was registered under `name`, an op's or a kernel's."""
+    """Return the formula and version that a user registered for the op or kernel `name`, or None."""
     return _registered.get(name)
 
 
 def registered_costs() -> tuple[tuple[str, str], ...]:
-    """(op, version) of all that was registered, by name: part of each plan, which ranks compare."""
+    """Return (op, version) of all registered formulas, sorted by op: a part of each plan, which ranks compare."""
     return tuple(sorted((name, entry.version) for name, entry in _registered.items()))
 
 
 def name_of(op: Any) -> str:
-    """The name under which the formula of `op` is kept: "lib::op", or "triton:module.kernel"."""
+    """Return the name under which the formula of `op` is registered: "lib::op", or "triton:module.kernel"."""
     if isinstance(op, str) and op.count("::") == 1 and all(op.split("::")):
         return op
     op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returned
@@ -78,13 +78,13 @@ def name_of(op: Any) -> str:
     if kernel is not None:
         return f"{KERNEL}{kernel.__module__}.{kernel.__qualname__}"
     raise TypeError(
-        f"zcompile.register_cost: {op!r} is no op of torch's and no Triton kernel. Give torch.ops.lib.op, what "
-        "torch.library.custom_op returned, a name such as 'lib::op', or a function with @triton.jit."
+        f"zcompile.register_cost: {op!r} is no op of torch's and no Triton kernel. Pass torch.ops.lib.op, the "
+        "result of torch.library.custom_op, a name such as 'lib::op', or a function with @triton.jit."
     )
 
 
 def kernel_function(kernel: Any) -> Any:
-    """The Python function of a Triton kernel, below its autotuner and heuristics; None if `kernel` is none."""
+    """Return the Python function of a Triton kernel, without autotuner and heuristics; None if `kernel` is none."""
     seen = 0
     while not inspect.isfunction(kernel) and seen < 10:
         if not hasattr(kernel, "fn"):

@@ -1,4 +1,4 @@
-"""What a call does, as far as its time goes, and the sizes from which a formula finds it out."""
+"""`Work`, which determines the time of a call, and the sizes from which a formula computes the work."""
 
 import math
 from collections.abc import Mapping
@@ -17,37 +17,37 @@ from zcompile.graph.ops import shape_hint
 
 @dataclass(frozen=True)
 class TensorSize:
-    """A tensor as formulas see it: no values, and dynamic sizes as traced."""
+    """The shape and dtype of a tensor, as cost formulas get them. Dynamic sizes have the values of the traced call."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """The size of all elements, in bytes."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one call does. Its time is that of its operations or of its bytes, whichever is more, and of its launches.
+    """The work of one call of an op. It takes the time of its operations or of its bytes, if longer, and of launches.
 
     Attributes:
-        flops: operations of matmuls or attention; a multiply-add is two.
-        dtype: whose rate they run at. Default: that of the call's first floating-point tensor.
+        flops: floating-point operations of matmuls or attention. A multiply-add counts as two.
+        dtype: dtype whose matmul rate applies to `flops`. Default: that of the call's first floating-point tensor.
         nbytes: bytes that are read from memory and written to it. Default: all arguments and results, once.
-        launches: kernels that run one after the other.
-        grouped: whether they are those of grouped matmuls.
-        attention: if `flops` are those of attention, which kernel it is: "flash", "efficient", "cudnn", "flex" or
+        launches: number of kernels. They run one after the other.
+        grouped: whether `flops` are operations of a grouped matmul.
+        attention: if `flops` are operations of attention, its kernel: "flash", "efficient", "cudnn", "flex" or
             "math".
-        share: what an attention reaches of its kernel's rate on a GPU.
-        cpu_share: the same on a CPU.
-        seconds: time in addition, such as a wait of the host for the device.
+        share: the share of its kernel's rate in the hardware table that attention reaches on a GPU.
+        cpu_share: the share of this rate that attention reaches on a CPU.
+        seconds: additional time, such as a wait of the host for the device.
     """
 
     flops: float = 0.0
@@ -61,7 +61,7 @@ class Work:
     seconds: float = 0.0
 
     def on(self, hardware: Hardware, dtype: torch.dtype, nbytes: float) -> float:
-        """Seconds on `hardware`; `dtype` and `nbytes` are what the fields of these names are by default."""
+        """Return the seconds on `hardware`. `dtype` and `nbytes` apply if the fields of these names are None."""
         memory_s = (nbytes if self.nbytes is None else self.nbytes) / hardware.bytes_s
         seconds = memory_s
         if self.flops:
@@ -78,7 +78,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Call:
-    """A call as formulas see it."""
+    """A call of an op or kernel, with sizes in place of tensors."""
 
     name: str  # of the op, without its overload, such as "aten::topk"
     args: tuple[Any, ...]  # with a `TensorSize` for each tensor, and a number for each dynamic size, as `kwargs`
@@ -88,7 +88,7 @@ class Call:
     node: Node | None = field(default=None, compare=False)  # where it stands; for formulas that look at more than sizes
 
     def argument(self, name: str, default: Any = None) -> Any:
-        """The argument `name`, by position or by keyword; `default` if it is not given."""
+        """Return the argument `name`, passed by position or by keyword; `default` if it was not passed."""
         if name in self.kwargs:
             return self.kwargs[name]
         i = self.names.index(name) if name in self.names else len(self.args)
@@ -96,22 +96,22 @@ class Call:
 
     @property
     def outs(self) -> list[TensorSize]:
-        """The tensors of the result."""
+        """The tensors in the result, as sizes."""
         return tensors_in(self.out)
 
 
 def tensors_in(value: Any) -> list[TensorSize]:
-    """Each `TensorSize` in nested arguments."""
+    """Return each `TensorSize` in nested arguments."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, TensorSize)]
 
 
 def nbytes_of(*values: Any) -> int:
-    """Bytes of all tensors in `values`."""
+    """Return the bytes of all tensors in `values`, nested `TensorSize` objects."""
     return sum(tensor.nbytes for tensor in tensors_in(values))
 
 
 def sizes_of(value: Any) -> Any:
-    """`value`, an argument or a fake result, with a `TensorSize` for each tensor and a number for each size."""
+    """Return `value`, arguments or a fake result, with a `TensorSize` for each tensor and a number for each size."""
 
     def leaf(each: Any) -> Any:
         fake = each.meta.get("val", each) if isinstance(each, Node) else each
