@@ -1,4 +1,4 @@
-"""`backend="zcompile"`: options, AOTAutograd and the passes; compiler/inductor.py compiles the planned graphs."""
+"""The torch.compile backend "zcompile": options, AOTAutograd and zcompile's passes; inductor.py compiles the result."""
 
 import functools
 import math
@@ -47,7 +47,7 @@ def parse_options(options: Mapping[str, Any] | None) -> Settings:
     """Check a user's options, including those for Inductor, and return them as settings.
 
     Raises:
-        ValueError: an unknown option, or an invalid value; lists the known options.
+        ValueError: an option is unknown or has an invalid value. The text lists the known options.
     """
     settings = Settings.parse(options)
     check_config(settings.inductor)
@@ -64,13 +64,13 @@ def compile_graph(
     """Compile one Dynamo graph. `torch.compile(model, backend="zcompile")` calls it.
 
     Args:
-        example_inputs: inputs of the graph; parameters among them are leaves.
+        example_inputs: inputs of the graph. Parameters among them are leaves: plain tensors over this rank's shards.
         mode: an Inductor mode, such as "reduce-overhead", which asks for CUDA graphs.
         options: see `zcompile.options.Settings`.
 
     Raises:
-        ValueError: an unknown option, or options that contradict each other.
-        RuntimeError: see `check_graph`.
+        ValueError: an option is unknown, or options contradict each other.
+        RuntimeError: the graph uses a parameter in an unsupported way, see `check_graph`.
     """
     settings = parse_options(options)
     if wants_cuda_graphs(settings.inductor, mode):
@@ -98,9 +98,9 @@ setattr(compile_graph, PLANS, True)
 
 
 def _tell_models_apart(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Give the domains of each model in a graph different numbers.
+    """Give the domains (parameters over one mesh) of different models in a graph different numbers.
 
-    Passes transfer parameters of one domain together, which is impossible for parameters of two models.
+    Passes put parameters of one domain into one bucket, but a bucket cannot hold parameters of two models.
     """
     numbers: dict[ShardedModel, int] = {}
     for model in _models(example_inputs):
@@ -114,12 +114,12 @@ def _tell_models_apart(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
 
 
 def _agreement_of(model: ShardedModel, settings: Settings) -> Agreement | None:
-    """Return the `Agreement` by which ranks compare the compiled code before its first run; None if they do not."""
+    """Return the `Agreement` by which ranks compare programs before a first run; None if transfers are peer to peer."""
     return model.program_check if link_of(model, settings).wire.transport != "p2p" else None
 
 
 def _stop_others(example_inputs: Sequence[Any], settings: Settings, error: Exception) -> None:
-    """Raise on other ranks, which would otherwise wait to compare a graph that this rank failed to compile."""
+    """Make other ranks raise, because they would wait to compare the graph that this rank failed to compile."""
     for model in _models(example_inputs):
         if (agreement := _agreement_of(model, settings)) is not None:
             agreement.stop(f"could not compile a graph: {type(error).__name__}: {error}")
@@ -128,7 +128,7 @@ def _stop_others(example_inputs: Sequence[Any], settings: Settings, error: Excep
 def _agreeing(
     example_inputs: Sequence[Any], settings: Settings, program: Callable[[Sequence[Any]], list[Line]]
 ) -> Agree | None:
-    """Return a function that takes the largest of all ranks' numbers; None if ranks may run different plans."""
+    """Return a function that returns the largest number passed by any rank; None if ranks may run different plans."""
     agreement = next((_agreement_of(model, settings) for model in _models(example_inputs)), None)
     if agreement is None:
         return None
@@ -138,7 +138,7 @@ def _agreeing(
 def partition(
     plan: Plan, joint: GraphModule, joint_inputs: Sequence[Any], agree: Agree | None = None, **kwargs: Any
 ) -> tuple[GraphModule, GraphModule]:
-    """Split a joint graph into forward and backward, within the plan's memory limit; see `within_limit`."""
+    """Split a joint graph into forward and backward, with the plan that `within_limit` chooses for the memory limit."""
     plan = within_limit(plan, joint, lambda plan, joint: _split(plan, joint, joint_inputs, **kwargs), agree)
     return _split(plan, joint, joint_inputs, **kwargs)
 
@@ -152,11 +152,11 @@ def compile_planned(
     split: Partition = partition,
     agree: Agree | None = None,
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph under a plan. The result of Inductor has torch's method `serialize`.
+    """Compile one Dynamo graph with the passes that `plan` configures. Inductor's result has a method `serialize`.
 
     Args:
         split: splits a joint graph into forward and backward.
-        agree: see `within_limit`. All ranks pass it, or none does.
+        agree: returns the largest number of all ranks, see `within_limit`. All ranks pass it, or none does.
 
     Raises:
         ValueError, RuntimeError: see `compile_graph`.
@@ -178,9 +178,9 @@ def compile_aot_eager(
     agree: Agree | None = None,
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """Plan one Dynamo graph, and return a callable that runs it op by op.
+    """Run the passes of `plan` on one Dynamo graph, and return a callable that runs it op by op, without Inductor.
 
-    `look` is called with each graph and its plan before the schedule passes.
+    `look` is called with each split graph and its plan before the schedule passes.
     """
     joint_passes, schedule_passes = pipeline.joint_passes(plan), pipeline.schedule_passes(plan)
     chosen = plan
@@ -214,7 +214,7 @@ def compile_aot_eager(
 def _split(
     plan: Plan, joint: GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
 ) -> tuple[GraphModule, GraphModule]:
-    """Split a joint graph by torch's min-cut partitioner, and verify the tensors that forward saves for backward."""
+    """Split a joint graph by torch's min-cut partitioner, and verify which tensors forward saves for backward."""
     save_more = config.ban_recompute_materialized_backward and not plan.rematerialize
     save_readers_of_written(joint.graph)
     budget = plan.activation_memory_budget
@@ -229,7 +229,7 @@ def _split(
 
 
 def _passing_for_parameters(gm: GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `compiled`, so that eager code can use gathered parameters among its results like parameters it reads."""
+    """Wrap `compiled`: mark gathered parameters among its results as nn.Parameter, for eager code that uses them."""
     results = cast(Sequence[Any], gm.graph.output_node().args[0])
     positions = [i for i, node in enumerate(results) if isinstance(node, Node) and node.target is GATHER]
     if not positions:
@@ -245,7 +245,7 @@ def _passing_for_parameters(gm: GraphModule, compiled: Callable[..., Any]) -> Ca
 
 
 def _refusing_split_backwards(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `compiled`, so that a split backward raises on one rank too, where no reduce raises the error."""
+    """Wrap `compiled` of one rank, so that a split backward raises, as in the reduce-scatter op of several ranks."""
 
     def run(*args: Any) -> Any:
         values = compiled(*args)
@@ -276,7 +276,7 @@ def _models(inputs: Sequence[Any]) -> list[ShardedModel]:
 
 
 def _plan(example_inputs: Sequence[Any], settings: Settings) -> Plan:
-    """Return the plan for the first model whose shards are among the inputs; the same on all its ranks."""
+    """Return the passes' plan for the first model whose shards are among the inputs, equal on all its ranks."""
     model = next(iter(_models(example_inputs)), None)
     if model is None:  # no parameter is sharded, or a test compiles a graph of its own
         link, memory_bytes = CPU.over("gloo", 2), CPU.memory_bytes
@@ -286,7 +286,7 @@ def _plan(example_inputs: Sequence[Any], settings: Settings) -> Plan:
 
 
 def limited(settings: Settings, plan: Plan, example_inputs: Sequence[Any]) -> Plan:
-    """Return `plan` with the option `memory_limit`, for a Dynamo graph with these inputs."""
+    """Return `plan` with the option `memory_limit`, for a Dynamo graph with the inputs `example_inputs`."""
     # Some inputs are unsharded parameters of a unit: eager code gathers small layers that are compiled alone.
     units = {i: unit for i, each in enumerate(example_inputs) if (unit := getattr(each, UNIT, lambda: None)())}
     first = next(iter(_models(example_inputs)), None) or next((unit.state for unit in units.values()), None)
@@ -309,12 +309,12 @@ def limited(settings: Settings, plan: Plan, example_inputs: Sequence[Any]) -> Pl
 
 
 def _kept_bytes(sharded: ShardedParameter, count: int) -> int:
-    """Return the bytes of a parameter's shard, moments and accumulated gradient on this rank.
+    """Return the bytes that a parameter's shard, Adam's moments and accumulated gradient take on this rank.
 
-    The gradient counts only if microbatches accumulate, since the graph counts the gradient that it computes.
+    The gradient counts only if microbatches accumulate it: the graph's own peak has the gradient that it computes.
 
     Args:
-        count: elements of the parameter's shard on this rank.
+        count: number of elements of the parameter's shard on this rank.
     """
     state, itemsize = sharded.state, sharded.leaf.itemsize
     own = -(-count // state.mesh.size(0)) if state.over_hosts else count
@@ -331,13 +331,13 @@ def _kept_bytes(sharded: ShardedParameter, count: int) -> int:
 
 
 def link_of(model: ShardedModel, settings: Settings) -> Link:
-    """Return the rates of compute and transfers for plans of `model`; the same on all its ranks."""
+    """Return the rates of compute and transfers from which plans of `model` are made, equal on all its ranks."""
     transport = model.transport.transport if settings.transport == "auto" else settings.transport
     return model.machine.hardware.over(transport, model.runtime.world)
 
 
 def prepare(model: ShardedModel, settings: Settings) -> None:
-    """Prepare a model to run code compiled under `settings`. A collective call."""
+    """Prepare a model to run code compiled under `settings`. All ranks call this, with equal settings."""
     if settings.transport != "auto":
         model.use_transport(settings.transport)
     model.limit_microbatch_cache(settings.microbatch_cache_bytes)
@@ -346,7 +346,7 @@ def prepare(model: ShardedModel, settings: Settings) -> None:
 
 
 def _prepare_for_graphs(model: ShardedModel) -> None:
-    """Prepare the transfers of a model for capture in CUDA graphs. Raises ValueError if they use NCCL."""
+    """Prepare a model's transfers for capture in CUDA graphs. Raises ValueError if they use NCCL's collectives."""
     has_collectives = model.runtime.world > 1 and "p2p" not in model.runtime.stats()["transport"]
     # For other domains, stats(model) has the reason.
     if model.mesh.device_type == "cuda" and has_collectives and model.domain == 0:
@@ -369,7 +369,7 @@ def _on_first_run(
     model than the one for which it was compiled.
 
     Args:
-        program: returns the lines to compare with other ranks, for the inputs of a run.
+        program: returns the lines that describe the program for a call's inputs. Ranks compare them.
     """
     prepared: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
     position: int | None = None  # of an input that is a leaf
@@ -391,12 +391,12 @@ def _on_first_run(
 
 
 class _Read(NamedTuple):
-    """A gather in a Dynamo graph, or one of the model's own collectives.
+    """A gather (all-gather of a parameter) in a Dynamo graph, or a collective that the model calls itself.
 
     Attributes:
-        position: index of the graph input that is gathered; -1 if no input is, None for a collective.
+        position: index of the graph input that is gathered; -1 if it is no input, None for a collective.
         what: the dtype of the gather, or the name of the collective (without sizes, which may differ between ranks).
-        place: the line of the model's code.
+        place: the line of the model's code that reads the parameter or calls the collective.
     """
 
     position: int | None
@@ -405,7 +405,7 @@ class _Read(NamedTuple):
 
 
 def _reads(gm: GraphModule) -> list[_Read]:
-    """Return the gathers of a Dynamo graph and the model's own collectives, in order."""
+    """Return the gathers of a Dynamo graph and the collectives that the model calls itself, in the graph's order."""
     positions = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     reads = []
     for node in gm.graph.nodes:
@@ -422,7 +422,7 @@ def _reads(gm: GraphModule) -> list[_Read]:
 
 
 def _without_folder(line: str) -> str:
-    """Shorten the file of a stack trace's line to its path in `sys.path`, because folders differ between hosts."""
+    """Shorten the file in a stack trace's line to its path below `sys.path`, because folders differ between hosts."""
     quoted = line.strip().split('"')
     if len(quoted) < 3:
         return line.strip()
@@ -432,7 +432,7 @@ def _without_folder(line: str) -> str:
 
 
 def _program(reads: Sequence[_Read], plan: Plan, settings: Settings, args: Sequence[Any]) -> list[Line]:
-    """Return a line for each fact that ranks must share, because it decides the order and groups of transfers."""
+    """Return a line for each fact that must be equal on all ranks: it decides the order or buckets of transfers."""
     known = {id(sharded.leaf): sharded for model in _models(args) for sharded in model.in_modules()}
 
     def line(read: _Read) -> Line:

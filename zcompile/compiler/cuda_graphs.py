@@ -1,15 +1,15 @@
 """CUDA graphs: captures compiled code with its transfers, and replays it by one launch.
 
-A step of small kernels is limited by Python. A captured forward or backward costs the host a single launch.
+The time of a step of small kernels is limited by launches. A captured forward or backward takes one launch.
 
 [Note: a replay repeats the host's part]
-The graph contains kernels, copies between GPUs and signals. But a gather or a reduce also has effects on the host: it
-counts signals, and updates the order of collectives, statistics, and the records for checks of lost writes and of
-changes between forward and backward. The capture records these effects, and each replay repeats them first
-(csrc/transport/host_effects.h). Stale cached shards are refreshed before a replay, outside of the graph. If a call has
-other effects on the host, as inside of `zcompile.accumulate`, it runs uncaptured. So does code with NCCL collectives
-among several ranks, because NCCL cannot destroy a communicator while a graph with its collectives exists.
-`zcompile.stats(model)["cuda_graphs"]` counts uncaptured calls by reason.
+A CUDA graph has kernels, copies between GPUs and signals to GPUs. But an all-gather or a reduce-scatter also has
+effects on the host: it counts signals, and updates the order of collectives, statistics, and the records for checks of
+lost writes and of changes between forward and backward. The capture records these effects, and each replay repeats them
+first (csrc/transport/host_effects.h). Copies of shards that peers read, if out of date, are updated before a replay,
+outside of the graph. A call with other effects on the host, as inside of `zcompile.accumulate`, runs uncaptured. So
+does code with NCCL collectives among several ranks, because NCCL cannot destroy a communicator while a graph with its
+collectives exists. `zcompile.stats(model)["cuda_graphs"]` counts uncaptured calls by reason.
 
 Memory: see [Note: results of replays] and [Note: inputs of a captured graph] in csrc/runtime/captured_graph.h.
 """
@@ -46,7 +46,7 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """A `torch.cuda.CUDAGraph` whose memory is shared by all graphs of the device, which run one at a time."""
+    """A `torch.cuda.CUDAGraph`. All graphs of a device run one at a time and share one memory pool."""
 
     def __init__(self) -> None:
         self.graph = torch.cuda.CUDAGraph(keep_graph=True)  # whose nodes are updated before each replay
@@ -74,8 +74,8 @@ class CudaGraph:
     def after_last(self) -> Iterator[None]:
         """Run the `with` block on the stream of the device's last replay; the current stream then waits for it.
 
-        The block moves results of that replay that still exist, before the next graph reuses their memory. Readers of
-        the results, and the memory to which they move, belong to that stream.
+        In the block, results of that replay that still exist are moved, before the next graph reuses their memory. The
+        readers of these results, and the memory to which they move, belong to that stream.
         """
         last, current = _graphs_of(torch.cuda.current_device()).last, torch.cuda.current_stream()
         if last is None or last == current:
@@ -99,7 +99,7 @@ class CudaGraph:
 
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
-    """Disable the garbage collector, because another model's memory must not be freed during a capture."""
+    """Disable the garbage collector: during a capture, it could free the memory of another model."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -134,9 +134,9 @@ class Pair:
     """State shared by the forward and the backward of one compiled graph: both are captured, or neither.
 
     Attributes:
-        obstacle: why they cannot be captured; empty if they can.
-        is_forward_captured: whether the last forward was a replay, so that its results are in the pool.
-        graphs: number of captured graphs of the forward, of the module with the most. Backward needs no more graphs.
+        obstacle: why forward and backward cannot be captured; empty if they can.
+        is_forward_captured: whether the last forward was a replay, so that its results are in the graphs' memory pool.
+        graphs: the largest number of forward graphs captured for one module. Backward captures no more than this.
     """
 
     obstacle: str = ""
@@ -170,13 +170,13 @@ class _Variant:
 
 
 class CapturedCode:
-    """Replaces a piece of compiled code: calls it, captures it, or replays it.
+    """Replaces the compiled code of a forward or backward: calls it, captures it, or replays it.
 
     Args:
-        code: takes a list of inputs, which it empties.
-        pair: shared by forward and backward.
-        mutated: positions of the inputs to which `code` writes.
-        make_graph: makes an empty graph; other than the default in tests without a GPU.
+        code: the compiled code. It takes a list of inputs, and empties it.
+        pair: state that forward and backward share.
+        mutated: indices of the inputs to which `code` writes.
+        make_graph: returns an empty `Graph`. Tests without a GPU pass another function than the default.
     """
 
     def __init__(

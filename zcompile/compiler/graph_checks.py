@@ -1,4 +1,4 @@
-"""What a Dynamo graph must not do with parameters: each is refused by the parameter's name, before it is compiled."""
+"""Checks of a Dynamo graph before it is compiled: an unsupported use of a parameter raises an error with its name."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -13,15 +13,15 @@ from zcompile.state.attributes import SHARDED
 
 Gathers = dict[int | None, Node]  # by `_storage_of` their results
 
-# torch's higher-order ops that decide, or repeat, what they call.
+# torch's higher-order ops that call functions conditionally or repeatedly.
 CONTROL_FLOW_OPS = {"cond", "while_loop", "map", "map_impl", "scan", "associative_scan", "flex_attention"}
 
 
 def check_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Refuse a graph whose result would not be that of the unsharded model.
+    """Raise an error for a graph whose result would differ from that of the unsharded model.
 
     Raises:
-        RuntimeError: names the parameter and the line.
+        RuntimeError: names the parameter and the line of the model's code.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     known = {
@@ -40,22 +40,22 @@ def check_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
 
 
 def _refuse_components(gm: GraphModule, known: dict[str, Any]) -> None:
-    """Refuse to gather a parameter in a graph that is gathered as components, as a tensor subclass with hooks is."""
+    """Raise if a graph gathers a parameter that eager code must, such as a tensor subclass with FSDP2's hooks."""
     for node in calls(gm.graph, GATHER):
         sharded = known.get(cast(Node, node.args[0]).name)
         if sharded is not None and sharded.extension is not None:
             raise RuntimeError(
                 f"zcompile: compiled code reads parameter '{sharded.name}', {sharded.extension.kind} "
                 f"(rank {dist.get_rank()}), at\n{node.meta.get('stack_trace', '')}\n"
-                "It is gathered in eager, when its layer is called. Compile the model or its layers "
-                "(model.compile(), layer.compile()) and not a function around them, and read it inside of its layer."
+                "Such a parameter is gathered in eager, when its layer is called. Compile the model or its layers "
+                "(model.compile(), layer.compile()), not a function around them, and read it inside of its layer."
             )
 
 
 def _refuse_lost_writes(graph: Graph, gathers: Gathers, names: dict[str, str]) -> None:
-    """Refuse a new nn.Parameter over the memory of a gathered one, which is a copy, and a write to that memory.
+    """Raise if forward makes an nn.Parameter of a gathered parameter, which is a copy, or writes to that copy.
 
-    Dynamo's fake tensors count writes through any view; `.data` has a count of its own.
+    A fake tensor's `_version` counts the writes through all its views; the tensor that `.data` returns has its own.
     """
     for node in graph.nodes:
         makes_parameter = node.target is tracable_create_parameter
@@ -67,17 +67,17 @@ def _refuse_lost_writes(graph: Graph, gathers: Gathers, names: dict[str, str]) -
         if makes_parameter:
             raise RuntimeError(
                 f"zcompile: forward makes an nn.Parameter of {parameter}, at\n{node.meta.get('stack_trace', '')}\n"
-                "It has a gradient of its own, which would not reach the parameter. Use the tensor itself."
+                "The new nn.Parameter's gradient would not reach the parameter. Use the tensor itself."
             )
         raise RuntimeError(
             f"zcompile: forward modifies {parameter} in place, at\n{gather.meta.get('stack_trace', '')}\n"
-            "It is a gathered copy, so the change would be lost. Compute a new tensor instead, or update the "
-            "DTensor in model.parameters() outside of forward."
+            "In forward the parameter is an all-gathered copy, so the change would be lost. Compute a new tensor, or "
+            "update the DTensor in model.parameters() outside of forward."
         )
 
 
 def _refuse_reads_on_other_streams(graph: Graph, gathers: Gathers, names: dict[str, str]) -> None:
-    """Refuse to read a parameter on a stream that forward enters: the current one alone waits for what is gathered."""
+    """Raise if forward reads a gathered parameter on a stream that it enters: only the current waits for gathers."""
     for node in graph.nodes:
         if not node.meta.get("custom", {}).get("stream"):  # 0 is the current one
             continue
@@ -86,20 +86,20 @@ def _refuse_reads_on_other_streams(graph: Graph, gathers: Gathers, names: dict[s
                 raise RuntimeError(
                     f"zcompile: forward reads parameter {_name_of(gather, names)} on a stream that it enters, at\n"
                     f"{node.meta.get('stack_trace', '')}\n"
-                    "In compiled code only the current stream waits until a parameter is gathered. Let the function "
-                    "that enters the stream run in eager (torch.compiler.disable), and read the parameter before it "
-                    "enters."
+                    "In compiled code, only the current stream waits until the parameter is gathered. Let the function "
+                    "that enters the stream run in eager (torch.compiler.disable), and read the parameter before that "
+                    "function is called."
                 )
 
 
 def _name_of(gather: Node, names: dict[str, str]) -> str:
-    """The name of a gathered parameter, quoted; of an input of a subgraph the input's own."""
+    """Return the quoted name of a gathered parameter; in a subgraph, the name of the subgraph's input."""
     shard = cast(Node, gather.args[0]).name
     return f"'{names.get(shard, shard)}'"
 
 
 def _storage_of(tensor: Any) -> int | None:
-    """What tells the memory of a fake tensor from that of others; None of what has none."""
+    """Return a number that fake tensors with the same memory share; None if `tensor` has no memory."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         return None
     try:
@@ -109,9 +109,9 @@ def _storage_of(tensor: Any) -> int | None:
 
 
 def _refuse_reads_in_branches(gm: GraphModule) -> None:
-    """Refuse a read of a parameter in a subgraph that may run another number of times on each rank.
+    """Raise if a subgraph that ranks may run different numbers of times, such as a branch, reads a parameter.
 
-    What torch traces through, such as a checkpoint or a nested compile region, may read.
+    Subgraphs that torch traces through, such as a checkpoint or a nested compile region, may read parameters.
     """
     for node in gm.graph.nodes:
         name = getattr(node.target, "__name__", "")
@@ -123,12 +123,12 @@ def _refuse_reads_in_branches(gm: GraphModule) -> None:
                 raise RuntimeError(
                     f"zcompile: a function that torch's {name} calls reads a parameter of a sharded model, at\n"
                     f"{read.meta.get('stack_trace', '')}\n"
-                    "Each rank may call it another number of times, so it cannot gather. Read the parameter before, as "
-                    "in `weight = self.layer.weight`, and use that inside."
+                    "Ranks may call it different numbers of times, so it cannot all-gather. Read the parameter before, "
+                    "as in `weight = self.layer.weight`, and use `weight` inside."
                 )
 
 
 def _graphs_in(value: Any) -> Iterator[Graph]:
-    """The graphs of a module and of the modules below it."""
+    """Yield the graphs of a module and of its submodules."""
     if isinstance(value, torch.nn.Module):
         yield from (each.graph for each in value.modules() if isinstance(each, GraphModule))

@@ -1,4 +1,4 @@
-"""Compiles planned graphs with Inductor, which is configured for each compile, never globally."""
+"""Compiles graphs with zcompile's passes and Inductor. Inductor's settings are set for each compile, never globally."""
 
 import contextlib
 import functools
@@ -46,7 +46,7 @@ Partition = Callable[..., tuple[GraphModule, GraphModule]]  # see `zcompile.comp
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for settings that Inductor does not have, or that let ranks compile different graphs."""
+    """Raise ValueError for settings that Inductor does not have, or that make ranks compile different graphs."""
     if strange := [name for name in config if not hasattr(inductor_config, name)]:
         raise ValueError(
             f"zcompile: option 'inductor' has {', '.join(map(repr, strange))}, which Inductor does not know; "
@@ -54,13 +54,13 @@ def check_config(config: Mapping[str, Any]) -> None:
         )
     if config.get("shape_padding") and not config.get("force_shape_pad"):
         raise ValueError(
-            "zcompile: Inductor's 'shape_padding' decides by measuring, which differs between ranks; set "
-            "'force_shape_pad' as well to pad on all of them."
+            "zcompile: Inductor's 'shape_padding' decides by timing kernels, and times differ between ranks; set "
+            "'force_shape_pad' as well, to pad on all ranks."
         )
 
 
 def wants_cuda_graphs(config: Mapping[str, Any], mode: str | None) -> bool:
-    """Whether a mode, an option or torch's own configuration asks for CUDA graphs."""
+    """Return whether a mode, an option or torch's own configuration asks for CUDA graphs."""
     settings = {**(list_mode_options(mode) if mode else {}), **config}
     return bool(settings.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
 
@@ -80,14 +80,14 @@ def compile_inductor(
     cuda_graphs: bool = False,
     agrees: bool = False,
 ) -> Callable[..., Any]:
-    """Plan one Dynamo graph and compile it with Inductor.
+    """Run the passes that `plan` configures on one Dynamo graph, and compile it with Inductor.
 
     Args:
-        partition: splits a joint graph under the plan, see `zcompile.compiler.backend.partition`.
+        partition: splits a joint graph into forward and backward, see `zcompile.compiler.backend.partition`.
         config: Inductor's settings for this graph, which override those of `mode` and of zcompile.
         mode: an Inductor mode, such as "max-autotune-no-cudagraphs".
         cuda_graphs: whether to capture forward and backward; see `zcompile.compiler.cuda_graphs`.
-        agrees: whether `partition` is a collective call, so that no rank may skip it.
+        agrees: whether all ranks must call `partition`, so that none may take code from a cache instead.
     """
     patches = {
         **(list_mode_options(mode) if mode else {}),
@@ -109,7 +109,7 @@ def compile_inductor(
 
 
 def _captures(pair: Pair) -> Callable[..., Any]:
-    """Return Inductor's compiler, modified so that its code is captured when it runs."""
+    """Return Inductor's compile function, modified so that compiled code is captured in CUDA graphs when it runs."""
 
     def inner_compile(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         if not pair.obstacle and (obstacle := _obstacle_to_capture(gm)):
@@ -126,7 +126,7 @@ def _captures(pair: Pair) -> Callable[..., Any]:
 
 
 def _obstacle_to_capture(gm: GraphModule) -> str:
-    """Return why a graph cannot be captured; empty if it can."""
+    """Return why a graph cannot be captured in a CUDA graph; empty if it can."""
     collective = next(filter(is_user_collective, gm.graph.nodes), None)
     if collective is not None and dist.get_world_size() > 1:
         return f"{collective.name} is a collective, and NCCL cannot destroy a communicator while a graph has one"
@@ -154,7 +154,7 @@ class _Passes(CustomGraphPass):
 
 
 class _Schedule(_Passes):
-    """Runs the schedule passes and sets lowerings, as the last pass before Inductor lowers the graph."""
+    """Inductor's last pass before it lowers a graph: runs the schedule passes, and sets lowerings of zcompile's ops."""
 
     def __call__(self, graph: Graph) -> None:
         super().__call__(graph)
@@ -189,7 +189,7 @@ class _Partitioner(CustomPartitionerFn):
         return f"{self.plan} {cache_key()}"
 
     def __getstate__(self) -> str:
-        """Return the state that torch hashes into keys of its caches, with the rest of Inductor's configuration."""
+        """Return a text of plan and source. Torch hashes it into keys of its caches, with Inductor's configuration."""
         return self.uuid()
 
     def __deepcopy__(self, memo: Any) -> "_Partitioner":
@@ -204,7 +204,7 @@ def _shards_of(graph: Graph) -> list[Node]:
 
 
 def _call_at_begin(graph: Graph, lower: Callable[..., Any], *inputs: Node) -> None:
-    """Let Inductor call `lower(*inputs)`, which returns the first input, before it lowers the first op."""
+    """Add a node, for which Inductor calls `lower(*inputs)` before it lowers any op. It returns the first input."""
     placeholders = graph.find_nodes(op="placeholder")
     with graph.inserting_after(placeholders[-1]):
         node = graph.call_function(lower, inputs)
@@ -213,10 +213,10 @@ def _call_at_begin(graph: Graph, lower: Callable[..., Any], *inputs: Node) -> No
 
 
 def _leave_alone(graph: Graph, shards: Sequence[Node]) -> None:
-    """Let Inductor return shards that forward saves for backward unchanged, by marking them as visible to the user.
+    """Mark shards that forward saves for backward as visible to the user, so that Inductor returns them unchanged.
 
-    Why: the runtime finds a parameter by its shard's memory. Layout optimization would save a channels-last copy of a
-    tensor that a convolution reads.
+    Why: the runtime finds a parameter by its shard's memory. Inductor's layout optimization would save a channels-last
+    copy of a shard that a convolution reads.
     """
     output = graph.output_node()
     saved = [i for i, node in enumerate(cast(Sequence[Any], output.args[0])) if node in shards]
@@ -224,11 +224,11 @@ def _leave_alone(graph: Graph, shards: Sequence[Node]) -> None:
 
 
 def _is_lowering(lower: Callable[..., Any], node: Node) -> Callable[..., Any]:
-    """Return a function, for `node.target` of this one node, that Inductor calls as the node's lowering.
+    """Return a function that calls `lower`, to be the target of `node` alone. Inductor takes it as the node's lowering.
 
-    If passes change a graph, Inductor updates fake values. Before torch 2.14 it skips nodes with such a target. Later
-    versions ask the target for the value if an argument has changed; the target then returns the value that the node
-    has. A new value would have a new storage, so that torch would also compute the values of all later nodes again.
+    After a pass, Inductor updates the nodes' fake values. Before torch 2.14, it skips nodes with such a target. Later
+    versions call the target's metadata function if an argument changed. This function returns the node's present value,
+    because a new value would have a new storage, and torch would then update the values of all later nodes, too.
     """
 
     @functools.wraps(lower)
@@ -242,7 +242,7 @@ def _is_lowering(lower: Callable[..., Any], node: Node) -> Callable[..., Any]:
 
 
 def _in_fx_order(lower: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `lower`: Inductor, which only follows data flow, then runs wrapped lowerings in the order of the graph."""
+    """Wrap `lower`, so that Inductor runs ops of all wrapped lowerings in graph order, not only by data flow."""
 
     @functools.wraps(lower)
     def lowered(*args: Any, **kwargs: Any) -> Any:
@@ -262,7 +262,7 @@ def _in_fx_order(lower: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _lowering_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Return a lowering of one of zcompile's ops to a call of the op."""
+    """Return a lowering of `op`, one of zcompile's, to a call of the op."""
     fallback = fallback_handler(op, add_to_fallback_set=False)
 
     def lower(*args: Any) -> Any:
@@ -279,16 +279,16 @@ def _lowering_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def _gathered_item(tensors: Any, i: int) -> Any:
-    """Lower `getitem` of a group of gathers."""
+    """Lower `getitem` of the result of an op that gathers several parameters in one call."""
     return _freed_but_never_reused(tensors[i])
 
 
 def _freed_but_never_reused(gathered: Any) -> Any:
     """Let Inductor free a gathered buffer after its last reader, and never reuse its memory for another result.
 
-    Why: the memory may be the runtime's, and a custom op may read it on another stream, where `record_stream` stops
-    torch's allocator, but not Inductor, from reusing it. Inductor frees but never reuses a buffer that aliases another.
-    So we declare that the gathered buffer aliases itself.
+    Why: the memory may belong to zcompile's runtime, and a custom op may read it on another stream, where
+    `record_stream` stops torch's allocator, but not Inductor, from reusing it. Inductor frees but never reuses a buffer
+    that aliases another. So we declare that the gathered buffer aliases itself.
     """
     output = gathered.data.data
     output.get_inputs_that_alias_output = lambda: [output.get_name()]
@@ -298,7 +298,7 @@ def _freed_but_never_reused(gathered: Any) -> Any:
 def _never_reuse(saved: Any) -> Any:
     """Stop Inductor from reusing the memory of an unsharded parameter that forward saved for backward.
 
-    Why: the memory may be the transport's, and a custom op may read it on another stream.
+    Why: the memory may belong to zcompile's transport, and a custom op may read it on another stream.
     """
     graph: Any = V.graph
     graph.never_reuse_buffers.add(saved.get_name())
@@ -308,7 +308,7 @@ def _never_reuse(saved: Any) -> Any:
 def _assert_no_sizes(*shards: Any) -> Any:
     """Stop Inductor from writing assertions of shard sizes into the code.
 
-    Why: shard sizes are all that would differ between ranks. Without them, the code of one rank runs on all.
+    Why: shard sizes are the only part of the code that differs between ranks. Without them, all ranks can run one code.
     """
     graph: Any = V.graph
     names = {shard.get_name() for shard in shards}
