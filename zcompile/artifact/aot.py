@@ -1,4 +1,4 @@
-"""Compiles one graph ahead of time to bytes, and loads it again. Only this file uses torch's private API for that."""
+"""Compiles one graph ahead of time to bytes for an artifact (file), and loads it. Uses torch's private API for that."""
 
 import importlib
 import inspect

@@ -49,11 +49,11 @@ def decode(data: bytes, name: str) -> Artifact:
         ArtifactError: `data` is not an artifact of this version, or is damaged.
     """
     if not data.startswith(MAGIC):
-        raise ArtifactError(f"zcompile: {name} is not an artifact of this version of zcompile. Make it anew.")
+        raise ArtifactError(f"zcompile: {name} is not an artifact of this version of zcompile. Delete it, and rerun.")
     start = len(MAGIC) + hashlib.sha256().digest_size
     body = memoryview(data)[start:]
     if hashlib.sha256(body).digest() != data[len(MAGIC) : start]:
-        raise ArtifactError(f"zcompile: {name} is damaged: its bytes do not match its checksum. Make it anew.")
+        raise ArtifactError(f"zcompile: {name} is damaged: its bytes do not match its checksum. Delete it, and rerun.")
     at = LENGTH_BYTES + int.from_bytes(body[:LENGTH_BYTES], "little")
     header = json.loads(bytes(body[LENGTH_BYTES:at]))
     parts = {}
@@ -84,7 +84,7 @@ def read(path: Path, sha256: str | None = None) -> bytes:
         raise ArtifactError(f"zcompile: {path} cannot be read: {error}.") from None
     found = hashlib.sha256(data).hexdigest()
     if sha256 is not None and found != sha256.lower():
-        raise ArtifactError(f"zcompile: {path} has the SHA-256 {found}, not {sha256}, as sha256= demands.")
+        raise ArtifactError(f"zcompile: {path} has the SHA-256 {found}, not {sha256} (sha256=): use the right file.")
     return data
 
 

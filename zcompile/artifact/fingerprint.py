@@ -147,7 +147,7 @@ def _torch_settings() -> dict[str, str]:
 
 
 def parameters_of(model: nn.Module) -> list[tuple[str, ShardedParameter, int]]:
-    """Return (name, parameter, number of its mesh and runtime) of each sharded parameter of `model`, or of a block."""
+    """Return (name, parameter, domain) of each sharded parameter of `model`. A domain is the number of a mesh."""
     with _outside_of_forward(model):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [
@@ -243,7 +243,7 @@ def _function_name(function: Any) -> str:
 
 
 def modes(model: nn.Module) -> dict[str, str]:
-    """Return fingerprint fields: torch's state that changes compiled code, such as autocast, and training modules."""
+    """Return fingerprint fields: torch's state that changes compiled code, such as autocast, and modules that train."""
     kinds = ("cpu", "cuda")
     autocast = [
         f"{kind} {torch.get_autocast_dtype(kind)} cache={torch.is_autocast_cache_enabled()}"

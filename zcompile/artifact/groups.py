@@ -1,4 +1,4 @@
-"""Replaces the name of a process group in saved code by its mesh and dimension, which are the same on all ranks.
+"""Replaces names of process groups in an artifact's code by mesh and dimension, which are the same on all ranks.
 
 [Note: collectives in a file]
 Under expert parallelism, the model itself calls collectives, and Inductor writes the names of their process groups into
@@ -42,7 +42,7 @@ def span_of(state: ShardedModel) -> DeviceMesh:
 
 
 def inner_meshes(state: ShardedModel) -> dict[DeviceMesh, DeviceMesh]:
-    """Map the mesh of each parameter that forwards read as a DTensor to this DTensor's mesh: its last dimensions."""
+    """Map the mesh of each parameter that forwards read as a DTensor to the DTensor's mesh: its last dimensions."""
     return {mesh: inner.mesh for sharded, mesh in meshes_of(state) if (inner := sharded.layout.inner) is not None}
 
 
@@ -107,7 +107,7 @@ def with_places(code: str, groups: Groups) -> str:
         if isinstance(call, ast.Call) and op.startswith(COLLECTIVES) and ".wait_tensor" not in op:
             group = ast.literal_eval(call.args[-1])
             if group not in groups:
-                raise RuntimeError(f"it has a collective over process group {group!r}, which no parameter's mesh has.")
+                raise RuntimeError(f"a collective is over process group {group!r}, which no parameter's mesh has.")
             text = str(ast.get_source_segment(code, call))
             saved = saved.replace(text, text.replace(repr(group), repr(groups[group])))
     return saved

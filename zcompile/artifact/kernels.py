@@ -1,4 +1,4 @@
-"""Saves the C++ kernels that Inductor compiled, and loads them from a file without a compiler.
+"""Saves the C++ kernels that Inductor compiled in an artifact (a file), and loads them without a compiler.
 
 Inductor writes a Python module for each graph. When the module is imported, it passes the source of each kernel to an
 `AsyncCompile`, which compiles it. A module from an artifact has a `Kernels` instead, which takes C++ kernels from the
@@ -86,7 +86,7 @@ def take_kernels(entry: Any, groups: Groups) -> dict[str, bytes]:
     """Return the shared libraries of an AOTAutograd cache entry's C++ kernels, and let its code load them from a file.
 
     Raises:
-        RuntimeError: a file cannot hold a kernel's kind, or a collective's process group is not in `groups`.
+        RuntimeError: a kernel is of a kind that a file cannot hold, or `groups` lacks a collective's process group.
     """
     libraries = {}
     for graph in graphs_of(entry):
@@ -139,7 +139,7 @@ def install_kernels(libraries: Mapping[str, bytes]) -> None:
 
 
 def install_modules(entry: Any, groups: Groups) -> None:
-    """Write the Python modules of an AOTAutograd cache entry to the paths from which it imports them, over old ones."""
+    """Write the Python modules of an AOTAutograd cache entry to the paths from which it imports them, over others."""
     for graph in graphs_of(entry):
         graph.source_code = with_names(graph.source_code, groups)
         graph.cache_key = code_hash(graph.source_code)

@@ -342,7 +342,7 @@ class FromFile:
     def make_together(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[str, list[int]]:
         """Compile the model or block for the file, and broadcast the code to all ranks, which all call this.
 
-        The first rank at each "tp" coordinate compiles (see [Note: positions] in groups.py). The first of all writes.
+        The first rank at each "tp" coordinate compiles, see [Note: positions] in groups.py. The first rank writes it.
 
         Returns:
             The reason why the file could not be made ("" if it was), and the ranks that compiled.
@@ -377,7 +377,7 @@ class FromFile:
             return b"", f"Rank {dist.get_rank()} could not make it: {first_line(error)}"
 
     def load(self, model: nn.Module, call: Mapping[str, str], args: Any, kwargs: Any) -> str:
-        """On all ranks together, load the file's code for a call. Return the reason of a failed rank, or ""."""
+        """On all ranks together, load the file's code for a call. Return why a rank could not, or "" if all could."""
         try:
             program = self.shared.open(str(self.path)).load(model, self.shared.position, call)
             reason = program.changed(model, args, kwargs)

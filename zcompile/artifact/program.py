@@ -101,7 +101,7 @@ def make(
         raise ArtifactError(f"zcompile: no artifact can hold the model: {first_line(error)}") from error
     refuse_meshes(state, made.meshes)
     if line := asks_for_rank(made.sources):
-        raise ArtifactError(f"zcompile: no artifact can hold the model: {line}, reads the rank.")
+        raise ArtifactError(f"zcompile: no artifact can hold code that reads the rank: {line}. Compile without one.")
     if not made.code.names_device_number:
         fields.pop(NUMBER, None)
     contents = {LIBRARY + key: library for key, library in made.code.libraries.items()}
@@ -189,7 +189,7 @@ def find(artifact: Artifact, position: str, call: Mapping[str, str]) -> tuple[Ma
     ]
     if not found:
         has = sorted({program["position"] or "no coordinate" for program in artifact.facts["programs"]})
-        raise ArtifactError(f"the file lacks code for ranks at {position or 'no coordinate'}, it has {', '.join(has)}")
+        raise ArtifactError(f"the file has no code for {position or 'no coordinate'}, only for {' and '.join(has)}")
     return min(found, key=lambda each: len(each[1]))
 
 
@@ -202,7 +202,7 @@ def _functions(made: aot.Made, model: nn.Module) -> list[tuple[str, str, bool]]:
     """Describe the functions and process groups on which Dynamo had guards that a file cannot hold (`Made.dropped`).
 
     Returns:
-        For each: a Python expression for it, its `_identity`, and whether calls compare it (globals and groups).
+        For each: a Python expression for it, its `_identity`, and whether `Program.changed` compares it at each call.
     """
     groups = groups_of(model)
     loaded = aot.Loaded(made.program, made.objects, made.code, groups)

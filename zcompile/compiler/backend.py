@@ -245,7 +245,7 @@ def _passing_for_parameters(gm: GraphModule, compiled: Callable[..., Any]) -> Ca
 
 
 def _refusing_split_backwards(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `compiled` of one rank, so that a split backward raises, as in the reduce-scatter op of several ranks."""
+    """Wrap `compiled` of one rank: a backward of inputs alone with a kept graph raises, as a reduce-scatter would."""
 
     def run(*args: Any) -> Any:
         values = compiled(*args)
@@ -256,9 +256,9 @@ def _refusing_split_backwards(compiled: Callable[..., Any]) -> Callable[..., Any
             executes = torch._C._will_engine_execute_node
             if _keeps_graph() and not any(executes(get_gradient_edge(leaf).node) for leaf in leaves):
                 raise RuntimeError(
-                    "zcompile: a split backward, of inputs alone with its graph kept, came to parameter "
+                    "zcompile: a split backward (of inputs alone, retain_graph=True) came to parameter "
                     f"'{getattr(leaves[0], PARAMETER).name}' on rank {dist.get_rank()} inside of zcompile.accumulate. "
-                    "Compiled code has no gradients of parameters apart: run a zero-bubble pipeline in eager."
+                    "Compiled code computes no gradients of parameters alone: run a zero-bubble pipeline in eager."
                 )
 
         nodes = {value.grad_fn for value in values if isinstance(value, torch.Tensor)} if leaves else set()

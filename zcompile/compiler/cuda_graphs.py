@@ -3,7 +3,7 @@
 The time of a step of small kernels is limited by launches. A captured forward or backward takes one launch.
 
 [Note: a replay repeats the host's part]
-A CUDA graph has kernels, copies between GPUs and signals to GPUs. But an all-gather or a reduce-scatter also has
+A CUDA graph has kernels, copies and signals between GPUs. But an all-gather or a reduce-scatter also has
 effects on the host: it counts signals, and updates the order of collectives, statistics, and the records for checks of
 lost writes and of changes between forward and backward. The capture records these effects, and each replay repeats them
 first (csrc/transport/host_effects.h). Copies of shards that peers read, if out of date, are updated before a replay,

@@ -40,7 +40,7 @@ def check_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
 
 
 def _refuse_components(gm: GraphModule, known: dict[str, Any]) -> None:
-    """Raise if a graph gathers a parameter that eager code must, such as a tensor subclass with FSDP2's hooks."""
+    """Raise if a graph gathers a parameter that only eager code can, such as a tensor subclass with FSDP2's hooks."""
     for node in calls(gm.graph, GATHER):
         sharded = known.get(cast(Node, node.args[0]).name)
         if sharded is not None and sharded.extension is not None:
@@ -77,7 +77,7 @@ def _refuse_lost_writes(graph: Graph, gathers: Gathers, names: dict[str, str]) -
 
 
 def _refuse_reads_on_other_streams(graph: Graph, gathers: Gathers, names: dict[str, str]) -> None:
-    """Raise if forward reads a gathered parameter on a stream that it enters: only the current waits for gathers."""
+    """Raise if forward enters a stream and reads a gathered parameter there: only the current one waits for gathers."""
     for node in graph.nodes:
         if not node.meta.get("custom", {}).get("stream"):  # 0 is the current one
             continue
@@ -123,8 +123,8 @@ def _refuse_reads_in_branches(gm: GraphModule) -> None:
                 raise RuntimeError(
                     f"zcompile: a function that torch's {name} calls reads a parameter of a sharded model, at\n"
                     f"{read.meta.get('stack_trace', '')}\n"
-                    "Ranks may call it different numbers of times, so it cannot all-gather. Read the parameter before, "
-                    "as in `weight = self.layer.weight`, and use `weight` inside."
+                    "Ranks may call the function different numbers of times, so it cannot all-gather. Read the "
+                    "parameter before, as in `weight = self.layer.weight`, and use `weight` inside."
                 )
 
 

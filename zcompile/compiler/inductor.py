@@ -189,7 +189,7 @@ class _Partitioner(CustomPartitionerFn):
         return f"{self.plan} {cache_key()}"
 
     def __getstate__(self) -> str:
-        """Return a text of plan and source. Torch hashes it into keys of its caches, with Inductor's configuration."""
+        """Return the plan and a hash of the source as text, which torch hashes into keys of its caches."""
         return self.uuid()
 
     def __deepcopy__(self, memo: Any) -> "_Partitioner":
@@ -204,7 +204,7 @@ def _shards_of(graph: Graph) -> list[Node]:
 
 
 def _call_at_begin(graph: Graph, lower: Callable[..., Any], *inputs: Node) -> None:
-    """Add a node, for which Inductor calls `lower(*inputs)` before it lowers any op. It returns the first input."""
+    """Add a node: Inductor calls `lower(*inputs)`, which returns the first input, before it lowers any op."""
     placeholders = graph.find_nodes(op="placeholder")
     with graph.inserting_after(placeholders[-1]):
         node = graph.call_function(lower, inputs)
@@ -308,7 +308,7 @@ def _never_reuse(saved: Any) -> Any:
 def _assert_no_sizes(*shards: Any) -> Any:
     """Stop Inductor from writing assertions of shard sizes into the code.
 
-    Why: shard sizes are the only part of the code that differs between ranks. Without them, all ranks can run one code.
+    Why: no other part of the code differs between ranks. Without the assertions, all ranks can run the same code.
     """
     graph: Any = V.graph
     names = {shard.get_name() for shard in shards}

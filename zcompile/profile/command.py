@@ -41,7 +41,7 @@ def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
 
 
 def _lacks_table(job: Job) -> bool:
-    """Return whether zcompile has no measured speeds of this GPU, so that its plans use another GPU's."""
+    """Return whether zcompile has no measured speeds of this GPU, so that its plans use another GPU's speeds."""
     if job.device != "cuda" or not stand_in_notice(torch.device("cuda")):
         return False
     return read_calibration(torch.device("cuda"), job.ranks)[0] is None

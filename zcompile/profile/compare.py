@@ -1,4 +1,4 @@
-"""Runs the engines one after the other, several times each, and combines their results."""
+"""Runs the engines of `zcompile profile`, such as FSDP2, several times in turn, and combines their results."""
 
 import contextlib
 import itertools
@@ -26,7 +26,7 @@ STRAYS = {"fp32": 1e-3, "bf16": 1e-2, "autocast": 1e-2}  # a larger relative dif
 
 
 def count(job: Job) -> dict[str, Any]:
-    """Count parameters and FLOPs by `flops.count_step`: of a user's module (`job.module`), in a new process."""
+    """Count parameters and FLOPs by `flops.count_step`, for a user's module (`job.module`) in a new process."""
     if job.module:
         function_of(job.module)
         return _counted_apart(job)

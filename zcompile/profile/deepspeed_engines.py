@@ -1,4 +1,4 @@
-"""Engines of DeepSpeed: ZeRO stage 3 alone, with DeepSpeed's compiler, and with zcompile."""
+"""Engines of `zcompile profile` that use DeepSpeed: ZeRO stage 3 alone, with DeepSpeed's compiler, with zcompile."""
 
 from typing import Any, ClassVar
 

@@ -1,4 +1,4 @@
-"""Draws the pictures of a report. A draw function returns None if no engine has the data for its picture."""
+"""Draws the pictures of a `zcompile profile` report. A draw function returns None if no engine has data for it."""
 
 import io
 from collections.abc import Callable, Mapping

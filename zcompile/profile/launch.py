@@ -1,4 +1,4 @@
-"""Runs one engine: starts its ranks in new processes, and returns rank 0's measurements or an error."""
+"""Runs one engine, such as FSDP2: starts its ranks in new processes, and returns rank 0's measurements or an error."""
 
 import contextlib
 import json

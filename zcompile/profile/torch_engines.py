@@ -1,4 +1,4 @@
-"""Engines of torch alone: FSDP2, DDP, SimpleFSDP, one rank without sharding, and a lower limit of the step time.
+"""Engines of `zcompile profile` that use torch alone: FSDP2, DDP, SimpleFSDP, one rank, and a limit of the step time.
 
 Engines named "tuned" use the fastest settings that this version of torch has. `Engine.settings` lists them.
 """
@@ -33,7 +33,7 @@ OVERLAP = (
 
 
 class Limit(Engine):
-    """A lower limit of step times: compute on unsharded weights, no communication, and AdamW on 1/W of fp32 state."""
+    """A lower limit of step times: compute on unsharded weights, no communication, AdamW on a rank's share of state."""
 
     casts_inputs = False
 
@@ -182,7 +182,7 @@ class Fsdp2Tuned(Fsdp2Compile):
 
 
 class SimpleFsdp(Engine):
-    """SimpleFSDP (arXiv:2411.00284): each read of a parameter computes an all-gather, in the graph.
+    """SimpleFSDP (arXiv:2411.00284): each read of a parameter is an all-gather in the compiled graph.
 
     Inductor orders the all-gathers.
     """

@@ -1,4 +1,4 @@
-"""The process of one rank of one engine: trains, measures, and writes the results.
+"""The process of one rank of one engine, such as FSDP2: trains, measures, and writes the results.
 
 `launch.py` starts it with torch.distributed's environment variables. The argument is the path of a `Job` as JSON.
 """
@@ -125,7 +125,7 @@ class Run:
         return step_ms, torch.cuda.max_memory_allocated() + self.engine.extra_bytes()
 
     def timed(self, count: int) -> list[float]:
-        """Run `count` steps and return their times, ms. CUDA events measure them on a GPU: the host may run ahead."""
+        """Run `count` steps and return their times, ms. On a GPU, CUDA events measure them: the host may run ahead."""
         if not self.cuda:
             times = [time.perf_counter()]
             for _ in range(count):

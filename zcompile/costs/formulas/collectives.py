@@ -1,6 +1,6 @@
 """Transfer times of collectives that the user's model calls itself, such as the all-to-all of tokens between experts.
 
-In a plan, each starts and is waited for where the model does so. Plans assume that the ranks of a collective's process
+In a plan, these collectives start and are waited for where the model does so. Plans assume that the ranks of a process
 group share fast links, such as NVLink, like the ranks over which parameters are sharded.
 """
 

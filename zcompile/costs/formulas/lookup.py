@@ -84,7 +84,7 @@ def _given_kwargs(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _kernel_call(node: Node, out: Any) -> Call:
-    """Return the call of a Triton kernel. Its arguments have the kernel's arguments and the grid, by name."""
+    """Return the call of a Triton kernel. Its `kwargs` are the kernel's arguments and its grid, by name."""
     kernel = kernel_side_table.get_kernel(cast(int, node.kwargs["kernel_idx"]))
     constants = kernel_side_table.get_constant_args(cast(int, node.kwargs["constant_args_idx"]))
     grid = cast(list[Any], node.kwargs["grid"])

@@ -50,7 +50,7 @@ def sort(call: Call) -> Work:
 
 
 def scan(call: Call) -> Work:
-    """Return the work of running sums, products, maxima and minima. If the input is one slice, two kernels run."""
+    """Return the work of running sums, products, maxima and minima: two kernels if the input is one slice."""
     source = call.args[0]
     dim = call.argument("dim", -1)
     if not source.shape or source.shape[dim] == source.numel:

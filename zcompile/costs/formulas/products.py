@@ -62,7 +62,7 @@ def grouped_product(call: Call) -> Work:
     """Return the work of a grouped matmul of G groups, see [Note: grouped products].
 
     Shapes are those of `torch.nn.functional.grouped_mm`: rows [m, k] x matrices [g, k, n]; [m, k] x [k, n] with k
-    split into groups, for gradients of the matrices; [g, m, k] x [k, n] with n split into groups; or batches.
+    split into groups, for gradients of the matrices; [g, m, k] x [k, n] with n in groups; or [g, m, k] x [g, k, n].
     """
     left, right = call.args[:2]
     if len(left.shape) == len(right.shape) == 2:
@@ -85,7 +85,7 @@ def expected_hits(groups: int, rows: int) -> float:
 
 
 def padded_rows(rows: int, hits: float) -> float:
-    """Return how many rows a kernel computes, in whole tiles, for `rows` that are in `hits` groups."""
+    """Return how many rows a kernel computes, in whole tiles, for `rows` rows that are in `hits` groups."""
     if not rows or not hits:
         return 0.0
     tile = SMALL_TILE_ROWS if rows <= TILE_ROWS else TILE_ROWS

@@ -35,7 +35,7 @@ class TensorSize:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one call of an op. It takes the time of its operations or of its bytes, if longer, and of launches.
+    """The work of one call of an op. Its time is the longer of those of `flops` and `nbytes`, plus those of launches.
 
     Attributes:
         flops: floating-point operations of matmuls or attention. A multiply-add counts as two.
