@@ -35,7 +35,7 @@ def test_backend_is_found_without_an_import():
     [
         ({"iner": "aot_eager"}, "unknown option 'iner'; known options are inner, inductor"),
         ({"inner": "fast"}, "'inner' must be"),
-        ({"inductor": {"shape_padding": True}}, "differs between ranks"),
+        ({"inductor": {"shape_padding": True}}, "differ between ranks"),
         (
             {"inductor": {"max_autotun": True, "cpp.threads": 1}},
             "'inductor' has 'max_autotun', which Inductor does not know",

@@ -28,9 +28,9 @@ def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
     if gpus and ranks > gpus:
         raise BadInput(f"--ranks {ranks} needs as many GPUs, and this host has {gpus}: pass --ranks {gpus} or fewer")
     if arguments.module and arguments.checkpointing:
-        raise BadInput("--checkpointing has no effect with --module: checkpoint activations in your own model")
+        raise BadInput("--checkpointing cannot be used with --module: checkpoint activations in your own model")
     if arguments.module and (arguments.sequences or arguments.tokens):
-        raise BadInput("--batch and --tokens have no effect with --module: its batch(step, rank) sets the shapes")
+        raise BadInput("--batch and --tokens cannot be used with --module: its batch(step, rank) sets the shapes")
     if arguments.steps < 2:
         raise BadInput("--steps must be at least 2, because the report has quartiles of the step times")
     if arguments.untraced and arguments.keep_trace:
