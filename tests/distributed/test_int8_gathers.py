@@ -166,7 +166,7 @@ def test_other_dtypes_dimensions_and_compiled_functions_are_refused(rank, world)
     with pytest.raises(ValueError, match=r"gather_dtype must be torch.int8 or None, not torch.float8_e4m3fn"):
         zcompile.shard(stack(), gather_dtype=torch.float8_e4m3fn)
     mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("host", "gpu"))
-    with pytest.raises(ValueError, match=r"gather_dtype=torch.int8 with states='global'.*Leave one of both out"):
+    with pytest.raises(ValueError, match=r"gather_dtype=torch.int8 with states='global'.*Leave out one of the two"):
         int8(stack(), mesh, states="global")
     with pytest.raises(ValueError, match=r"'0.up.weight' \(rank \d\) is to be sharded along dimension 1.*Shard\(0\)"):
         int8(stack(), shard_placement_fn=lambda parameter: Shard(1) if parameter.ndim == 2 else None)

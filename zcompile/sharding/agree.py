@@ -1,4 +1,4 @@
-"""A comparison of all ranks' plans before anything is sharded."""
+"""Checks that all ranks plan to shard the model alike, before any parameter is sharded."""
 
 import hashlib
 import itertools
@@ -12,15 +12,15 @@ from zcompile.ranks.process_groups import all_gather_over_mesh
 
 
 def agree(mesh: DeviceMesh, error: Exception | None, description: Sequence[str]) -> Machine:
-    """Compare all ranks' plans in one exchange, and return the machine (measured rates) that all plan with.
+    """Check that all ranks shard the model alike. Return the hardware rates and memory from which all of them plan.
 
     Args:
         error: the reason why this rank cannot shard the model, or None.
-        description: lines that must be equal on all ranks; see `ShardPlan.description`.
+        description: lines of text that must be equal on all ranks; see `ShardPlan.description`.
 
     Raises:
-        Exception: `error`, if there is one.
-        RuntimeError: another rank has an error or a different description; names the rank and the first difference.
+        Exception: `error`, if it is not None.
+        RuntimeError: another rank has an error or a different description. Names that rank and the first difference.
     """
     digest = hashlib.sha256("\n".join(description).encode()).hexdigest()
     rank = dist.get_rank()

@@ -1,4 +1,4 @@
-"""Builds the sharded parameters of a model: this rank's rows of each, as a DTensor and as a leaf.
+"""Replaces each parameter of a model by this rank's shard: a DTensor for users, and a leaf (plain tensor) for graphs.
 
 A module on the meta device gets memory just before its parameters are sharded, so only one such module is unsharded at
 a time.
@@ -27,9 +27,9 @@ from zcompile.state.user_hooks import carry_hooks
 
 
 def build(model: nn.Module, plan: ShardPlan, state: ShardedModel, progress: Progress) -> None:
-    """Replace the parameters of each module of `model` by DTensors; no collective call.
+    """Replace the parameters of each module of `model` by DTensors, without a collective call.
 
-    Modules do not gather them yet, see install.py. `progress` names the parameter at which an exception was raised.
+    Modules cannot gather before the next phase, `install`. `progress` names the parameter, for the text of an error.
     """
     device = device_of(state.mesh)
     ignored = plan.options.ignored
@@ -68,9 +68,9 @@ def build(model: nn.Module, plan: ShardPlan, state: ShardedModel, progress: Prog
 
 
 def _check_padding(parameters: Iterable[ShardedParameter], progress: Progress) -> None:
-    """Raise if the all-gather hook of a tensor subclass must pad this rank's shard, and does not.
+    """Raise if the hook `fsdp_pre_all_gather` of a tensor subclass does not pad this rank's shard to the common size.
 
-    It runs after all parameters are built, because a hook's tensors are added to the runtime, after all parameters.
+    Call it when all parameters are in the runtime: it adds the tensors that hooks return, which come after parameters.
     """
     for sharded in parameters:
         if (hooks := sharded.of_subclass) is not None and sharded.shape[0] % sharded.state.groups.world:
@@ -90,12 +90,12 @@ def _shard_parameter(
     meshes: dict[DeviceMesh, DeviceMesh],
     in_int8: bool,
 ) -> ShardedParameter:
-    """Make `parameter` one of `state`: this rank's shard as a DTensor and as a leaf, added to the runtime.
+    """Add this rank's shard of `parameter` to `state` and its runtime, as a DTensor and as a leaf (plain tensor).
 
     Args:
-        owner: a module that reads the parameter, and the name of its attribute; the module holds the leaf.
-        meshes: see `layout_for`.
-        in_int8: whether it is gathered in int8; see int8_gather.py.
+        owner: a module that reads the parameter, and the name of its attribute. The module keeps the leaf alive.
+        meshes: inner meshes (of tensor or expert parallelism) of earlier parameters; see `layout_for`.
+        in_int8: whether gathers send the parameter quantized to int8; see int8_gather.py.
     """
     part, dim, world = part_of(parameter.detach()), placement.shard.dim, state.groups.world
     layout = layout_for(parameter.detach(), placement, world, state.domain, policy.param_dtype, meshes, in_int8)
@@ -132,7 +132,7 @@ def _shard_parameter(
 
 
 def _copied_shard(part: torch.Tensor, dim: int, state: ShardedModel, device: torch.device) -> torch.Tensor:
-    """This rank's shard of `part`, on `device`, in memory of its own."""
+    """Return this rank's shard of `part`, an unsharded parameter or local part of a DTensor, copied to `device`."""
     local = state.local_shard(part, dim)
     if subclass_of(part) is None:
         return local.to(device, copy=True).contiguous()
@@ -140,12 +140,12 @@ def _copied_shard(part: torch.Tensor, dim: int, state: ShardedModel, device: tor
 
 
 def materialize(model: nn.Module, path: str, module: nn.Module, device: torch.device, skip: Container[int]) -> None:
-    """Allocate `module`'s own meta parameters and buffers on `device` and initialise them, except ids in `skip`.
+    """Allocate `module`'s own meta parameters and buffers on `device` and initialise them, but no ids in `skip`.
 
     Uses the module's `reset_parameters()`, or the `_init_weights(module)` of the nearest Hugging Face model around it.
 
     Raises:
-        RuntimeError: the module has neither, so it cannot be initialised.
+        RuntimeError: the module has neither method.
     """
     own: list[tuple[str, torch.Tensor]] = [
         *module.named_parameters(recurse=False),
@@ -158,7 +158,7 @@ def materialize(model: nn.Module, path: str, module: nn.Module, device: torch.de
     if initialise is None:
         raise RuntimeError(
             f"zcompile.shard: {type(module).__name__} '{path}' has meta tensor '{meta[0]}' but no reset_parameters(). "
-            "Define it, or build the model on a real device."
+            "Define reset_parameters(), or build the model on a CPU or GPU."
         )
     real = {name: tensor for name, tensor in own if not tensor.is_meta}
     module.to_empty(device=device, recurse=False)
@@ -177,7 +177,7 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def _initialiser(model: nn.Module, path: str, module: nn.Module) -> Callable[[], Any] | None:
-    """The function that initialises `module`: its own, else that of the nearest Hugging Face model around it."""
+    """Return `module.reset_parameters`, else `_init_weights` of the nearest Hugging Face model around it, or None."""
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if callable(reset):
         return reset

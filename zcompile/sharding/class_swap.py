@@ -1,11 +1,10 @@
-"""Gives the modules of a sharded model a subclass of their class, with one property per parameter.
+"""Gives each module of a sharded model a subclass of its class, with one property per parameter.
 
-Contributors add other members: generation, recurrent layers, PEFT, units. This file does not import them.
-
-Dynamo traces the property like any Python code, so a compiled graph has one gather where the module reads a parameter.
-In eager code, inside of a forward, the property returns the unsharded parameter, and gathers its block if no call has
-done so. Outside of forwards it returns the DTensor. So each call of a module must be counted, and modules without
-parameters get a subclass, too; see [Note: inside of a forward] in forward_scope.py.
+Dynamo traces a property like any Python code, so a compiled graph has one gather where the module reads a parameter. In
+eager code, the property returns the unsharded parameter inside of a forward. If no call has gathered it yet, the read
+gathers the parameter's block (parameter group). Outside of forwards, the property returns the DTensor. To know the
+difference, zcompile counts calls of modules. So modules without parameters get a subclass, too; see [Note: inside of a
+forward] in forward_scope.py. Files for generation, recurrent layers, PEFT and units add members by `contribute`.
 """
 
 import copyreg
@@ -49,7 +48,7 @@ Casts = tuple[torch.dtype | None, torch.dtype | None]  # dtypes of inputs and of
 
 @dataclass(frozen=True)
 class Kind:
-    """The properties that modules of one class of sharded modules share."""
+    """Properties of a module that decide its subclass. Equal modules of one class share the subclass."""
 
     layouts: Layouts
     casts: Casts = (None, None)
@@ -66,13 +65,13 @@ class Kind:
 
 
 class Contributor(NamedTuple):
-    """Adds members to the classes of sharded modules, for generation, recurrent layers, units and others.
+    """Adds members to the subclasses of sharded modules, for generation, recurrent layers, units and others.
 
     Attributes:
-        applies: (base class, kind) -> whether modules of that class get the members.
-        members: (base class, kind) -> name -> member.
-        around: runs the forward of such a module; see `counting_call`. That of a later contributor is outermost.
-        swapped, restored: called with a module after it got the new class, and after it got its own class back.
+        applies: (base class, kind) -> whether the subclass for that base class and kind gets the members.
+        members: (base class, kind) -> dict of the members by name.
+        around: runs the forward of the module; see `counting_call`. The contributor registered last is outermost.
+        swapped, restored: called with a module after it got the subclass, and after it got its own class back.
     """
 
     applies: Callable[[type, Kind], bool]
@@ -86,12 +85,12 @@ _contributors: list[Contributor] = []
 
 
 def contribute(contributor: Contributor) -> None:
-    """Register a contributor; its own module calls this when it is imported."""
+    """Register `contributor`. The file that defines a contributor calls this when it is imported."""
     _contributors.append(contributor)
 
 
 def contributors_of(base: type, kind: Kind) -> list[Contributor]:
-    """The contributors that add members to the class of sharded modules of class `base`."""
+    """Return the contributors that add members to the subclass of `base` for sharded modules of `kind`."""
     return [contributor for contributor in _contributors if contributor.applies(base, kind)]
 
 
@@ -102,13 +101,13 @@ def install_readers(
     single_rank: bool,
     units: ShardedModel | None = None,
 ) -> None:
-    """Let the modules of `model` gather the parameters that they read, after `install_leaves`.
+    """Give the modules of `model` their subclasses, which gather parameters at reads. Call `install_leaves` before.
 
     Args:
-        state: the sharded model of `model`, without the parameters of units.
-        casts: module -> dtypes of its inputs and outputs.
-        single_rank: whether nothing is sharded, so that reads only cast.
-        units: the sharded model with the parameters of units; the modules of units have a `Unit` each.
+        state: the shards of `model`, without those of its units (modules gathered whole at their call).
+        casts: module -> dtypes to which it casts its inputs and outputs.
+        single_rank: whether one rank has all parameters unsharded, so that reads only cast.
+        units: the shards of the units, if there are any. Modules inside of units refer to their `Unit` already.
     """
     by_module: dict[nn.Module, dict[str, Layout]] = {each: {} for each in model.modules() if _is_called(each)}
     for each in models_of(state):
@@ -142,7 +141,7 @@ def install_readers(
 
 
 def _call_anew(model: nn.Module) -> None:
-    """Let each `torch.compile(module)` inside of `model` call the module by its current class."""
+    """Let each `torch.compile(module)` in `model` call the module by its new class: it has kept the old `__call__`."""
     for module in model.modules():
         if isinstance(module, torch._dynamo.OptimizedModule):
             module._initialize()
@@ -160,19 +159,19 @@ def _inside(inner: Around | None, outer: Around | None) -> Around | None:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether `module` has a forward of its own, and its class may be exchanged."""
+    """Whether the class of `module` defines `forward` and may be replaced (neither TorchScript nor `torch.compile`)."""
     others = (torch.jit.ScriptModule, torch._dynamo.OptimizedModule)
     return type(module).forward is not nn.Module.forward and not isinstance(module, others)
 
 
 class _TracedParameter(NamedTuple):
-    """Stands for the `ShardedParameter` of a module that is only traced, in forward code that runs between graphs."""
+    """In place of a `ShardedParameter` for a module that is traced without ranks; see `install_tracing_readers`."""
 
     parameter: nn.Parameter
 
 
 class _TracedModel:
-    """Stands for the `ShardedModel` of such modules."""
+    """In place of a `ShardedModel` for a module that is traced without ranks; see `install_tracing_readers`."""
 
     call_outermost = None
     in_compiled = are_units = False
@@ -185,16 +184,16 @@ class _TracedModel:
 def install_tracing_readers(
     module: nn.Module, param_dtype: torch.dtype, casts: Casts, single_rank: bool, seen: dict[int, nn.Parameter]
 ) -> list[tuple[nn.Parameter, str]]:
-    """Let `module` read parameters like a module of a sharded model: it can be traced without ranks, but not run.
+    """Let Dynamo trace `module` as a part of a sharded model, without process groups. The module cannot be run.
 
     Args:
         param_dtype: the dtype of gathers.
-        casts: dtypes of its inputs and outputs.
-        single_rank: whether to trace reads as on one rank, where they only cast.
-        seen: id of a parameter -> its leaf, for parameters that several modules read; this module's are added.
+        casts: dtypes to which the module casts its inputs and outputs.
+        single_rank: whether to trace reads as on one rank, which casts parameters and does not gather.
+        seen: id of a parameter -> its leaf (the tensor that a gather reads). Adds the parameters of `module`.
 
     Returns:
-        The leaves, each with the name of the attribute that reads it.
+        The leaves of `module`, each with the name of the attribute that reads it.
     """
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     for name, parameter in own.items():
@@ -212,7 +211,7 @@ def install_tracing_readers(
 
 
 def read_narrow_shards(state: ShardedModel) -> None:
-    """Let compiled code on a single rank gather parameters, since main parameters may lie in host memory."""
+    """Let compiled code on a single rank gather parameters, because main parameters may be offloaded to host memory."""
     for sharded in (sharded for each in models_of(state) for sharded in each.parameters.values()):
         for module, _ in sharded.owners:
             base, kind = vars(type(module))[RECIPE]
@@ -251,9 +250,9 @@ def _swap_class(module: nn.Module, kind: Kind) -> None:
 
 @functools.cache
 def _sharded_class(base: type, kind: Kind) -> type:
-    """Make the subclass of `base` with one property per sharded parameter.
+    """Return the subclass of `base` with one property per sharded parameter.
 
-    It is cached: equal blocks have the same class, and so share compiled code.
+    The result is cached, so equal layers of a model share the class and its compiled code.
     """
     contributors = contributors_of(base, kind)
     around = functools.reduce(_inside, (each.around for each in contributors), None)
@@ -283,10 +282,10 @@ def _refuse_copy(self: nn.Module, memo: dict[int, Any]) -> NoReturn:
 
 
 def _own_forward(base: type[nn.Module]) -> Callable[..., Any]:
-    """Wrap the forward of a class of torch.nn in a function that is not torch's.
+    """Return a function outside of torch.nn that calls the forward of `base`, a class of torch.nn.
 
-    Why: Dynamo does not compile functions of torch.nn that eager code calls. So for such a module, `module.compile()`
-    would compile nothing, and `torch.compile(module)` would wrap its call and trace code that must run before that.
+    Why: Dynamo skips functions of torch.nn that eager code calls. So `module.compile()` of an `nn.Linear` would compile
+    nothing, and `torch.compile(module)` would trace `__call__`, whose first part (zcompile's counts) must run in eager.
     """
 
     @functools.wraps(base.forward)
@@ -297,7 +296,7 @@ def _own_forward(base: type[nn.Module]) -> Callable[..., Any]:
 
 
 class _Unregistered:
-    """First base of the classes that `_sharded_class` makes, so that no `__init_subclass__` of users runs for them."""
+    """First base of each class that `_sharded_class` makes. Its `__init_subclass__` runs in place of a user's."""
 
     def __init_subclass__(cls) -> None:
         pass
@@ -309,7 +308,7 @@ def _sharded_metaclass(base: type[type]) -> type[type]:
 
     A call of such a class, as in `type(model)(config)`, makes an unsharded module, because a new module has no shards.
     The class keeps the name of the unsharded class, by which Hugging Face knows models (`config.architectures`, PEFT).
-    As pickle would find the unsharded class by that name, it stores the arguments of `_sharded_class` instead.
+    pickle would find the unsharded class by this name, so a pickled class is stored as arguments of `_sharded_class`.
     """
 
     def make_unsharded(made: type, *args: Any, **kwargs: Any) -> Any:
@@ -326,12 +325,12 @@ def _pickled_class(made: type) -> tuple[Callable[..., type], tuple[Any, ...]]:
 
 
 def _property(name: str, layout: Layout, kind: Kind) -> property:
-    """Make the property that reads parameter `name`. In eager code it reads the module's open block, if there is one.
+    """Return the property that reads parameter `name`: unsharded inside of a forward, else the DTensor.
 
-    Its setter is called if `name` was taken out of `_parameters`, as `torch.nn.utils.weight_norm` does; it raises.
-    On a single rank the leaf is the unsharded parameter already. If that may lie in host memory, a read is a gather and
-    then a cast, so that gradients of several reads add up in the leaf's dtype, as without offload. The pass
-    `narrow_gathers` then changes the gather to the dtype of the cast.
+    The setter raises. It is called if code has removed `name` from `_parameters`, as `torch.nn.utils.weight_norm` does.
+    On a single rank, the leaf is the whole parameter, so a read only casts. With `kind.has_narrow`, the leaf may be in
+    host memory: a read gathers in the leaf's dtype and then casts. So gradients of several reads add up in the leaf's
+    dtype, as without offload. The pass `narrow_gathers` later makes the gather return the dtype of the cast.
     """
     leaf_name, shape, is_plain, dtype = LEAF + name, list(layout.shape), layout.is_plain, layout.dtype
     single_rank, has_narrow = kind.single_rank, kind.has_narrow
@@ -362,10 +361,10 @@ def _property(name: str, layout: Layout, kind: Kind) -> property:
 
 @never_compiled_alone
 def _is_gathered_alone(module: Any, name: str) -> bool:
-    """Whether eager code reads parameter `name` inside of a forward and no block can be opened, so the read gathers it.
+    """Whether a read of parameter `name` by eager code in a forward must gather this parameter alone.
 
-    This happens if the parameter is read outside of its unit's call, or if other parameters of its block are replaced
-    or whole (`zcompile.unshard`).
+    If possible, gathers the parameter's whole block (parameter group) and returns False. This is not possible outside
+    of the call of a unit that has the parameter, or if parameters of the block are replaced or in `zcompile.unshard`.
     """
     is_sharded = module.__dict__[TABLE][name] is module.__dict__[SHARDED + name].parameter
     return is_sharded and is_in_forward() and not open_for_read(module)
@@ -373,7 +372,7 @@ def _is_gathered_alone(module: Any, name: str) -> bool:
 
 @never_compiled_alone
 def _read_eagerly(module: Any, name: str) -> torch.Tensor:
-    """Read entry `name` of the module's table; inside of a forward, gather a DTensor that replaces the parameter."""
+    """Return `module._parameters[name]`; inside of a forward, gather a DTensor that replaces the parameter."""
     found: Any = module.__dict__[TABLE][name]
     sharded: ShardedParameter = module.__dict__[SHARDED + name]
     if found is sharded.parameter or found is sharded.unsharded or not is_in_forward():
@@ -383,7 +382,7 @@ def _read_eagerly(module: Any, name: str) -> torch.Tensor:
 
 
 def _apply(self: Any, fn: Callable[..., Any], recurse: bool = True) -> Any:
-    """`nn.Module._apply`, which `module.to()` calls; then leaves follow storage that it replaced."""
+    """`nn.Module._apply`, which `module.to()` calls. Makes new leaves for DTensors whose storage it has replaced."""
     super(type(self), self)._apply(fn, recurse)
     for sharded in {id(each): each for each in sharded_parameters_of(self)}.values():
         sharded.state.watch(sharded)
@@ -392,12 +391,12 @@ def _apply(self: Any, fn: Callable[..., Any], recurse: bool = True) -> Any:
 
 
 def sharded_parameters_of(module: nn.Module) -> list[ShardedParameter]:
-    """The sharded parameters of `module` itself, without those of modules below it."""
+    """Return the sharded parameters of `module` itself, without those of its submodules."""
     return [module.__dict__[SHARDED + name] for name in module._parameters if SHARDED + name in module.__dict__]
 
 
 def _save_to_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
-    """`nn.Module._save_to_state_dict`; raises if values were assigned to a DTensor's `.data`, which has no effect."""
+    """`nn.Module._save_to_state_dict`. Raises if a program assigned to a DTensor's `.data`: the values were lost."""
     for state in {each.state for each in sharded_parameters_of(self)}:
         state.refuse_assigned_data()
         if state.microbatches.accumulates and not is_in_forward():
@@ -406,11 +405,11 @@ def _save_to_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> None:
-    """`nn.Module.register_parameter`, which assignments call; only a like DTensor may replace a sharded parameter.
+    """`nn.Module.register_parameter`, which assignments call. Only a DTensor may replace a sharded parameter.
 
     Raises:
-        RuntimeError: `param` is not a DTensor of the same shape, placements and mesh, or is a sharded parameter that
-            another attribute reads.
+        RuntimeError: `name` is sharded, and `param` is no DTensor of the same shape, placements and mesh. Or `name` is
+            not sharded, and `param` is the sharded parameter of another attribute.
     """
     sharded: ShardedParameter | None = self.__dict__.get(SHARDED + name)
     if sharded is None and (known := getattr(param, SHARDED, lambda: None)()) is not None:
@@ -436,7 +435,7 @@ def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> Non
 
 
 def _delattr(self: Any, name: str) -> None:
-    """`nn.Module.__delattr__`; raises for a sharded parameter, because such code goes on to read a replacement."""
+    """`nn.Module.__delattr__`. Raises for a sharded parameter: code that deletes it would read another tensor there."""
     if (sharded := self.__dict__.get(SHARDED + name)) is not None:
         raise RuntimeError(replaced_message(sharded.name))
     super(type(self), self).__delattr__(name)

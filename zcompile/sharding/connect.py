@@ -1,4 +1,4 @@
-"""Makes the process groups and runtimes of a model, before it has sharded parameters."""
+"""Makes the process groups and C++ runtimes of a model, before its parameters are sharded."""
 
 import functools
 
@@ -9,10 +9,11 @@ from zcompile.state.sharded_model import ShardedModel
 
 
 def connect(plan: ShardPlan, machine: Machine) -> ShardedModel:
-    """Make the process groups and runtimes that `plan` needs; a collective call.
+    """Make the process groups and runtimes that `plan` needs. A collective call.
 
     Returns:
-        A `ShardedModel` without parameters, with a runtime for each domain and one for units.
+        A `ShardedModel` that has no parameters yet, with a runtime for each mesh over which parameters will be sharded
+        and one for units (modules gathered whole at their call).
     """
     options, scale = plan.options, plan.mesh.size() / plan.divisor
     make = functools.partial(

@@ -1,8 +1,8 @@
-"""Lets the modules of a model read its sharded parameters."""
+"""Lets the modules of a model gather the sharded parameters that they read."""
 
 from torch import nn
 
-# Imports of these add members to the classes of sharded modules; generate.py imports unshard.py, which also does.
+# Each import adds members to the classes of sharded modules; generate.py imports unshard.py, which does so, too.
 import zcompile.sharding.recurrent
 import zcompile.units.forward
 import zcompile.unsharding.generate  # noqa: F401
@@ -15,7 +15,7 @@ from zcompile.units.order import make_units, order_units
 
 
 def install(model: nn.Module, plan: ShardPlan, state: ShardedModel) -> None:
-    """Let the modules of `model` gather their parameters when they read them; no collective call."""
+    """Let the modules of `model` gather each parameter when they read it. This function calls no collective itself."""
     several, divides = plan.mesh.size() > 1, plan.options.gradient_divide_factor not in (None, 1.0)
     install_leaves(state)
     order_units(state, make_units(state, model, plan.units))

@@ -1,4 +1,4 @@
-"""The plan of `zcompile.shard`: the placement of each parameter, and the units; made without other ranks."""
+"""Decides the placement of each parameter, and which modules are units (gathered whole); without communication."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,19 +45,19 @@ class ShardPlan:
     """How a model is sharded.
 
     Attributes:
-        mesh: the mesh of the first domain; see [Note: domains] in placement.py.
-        options: the arguments of `zcompile.shard`.
-        meshes: the meshes of the other domains, in the order of their first parameters.
+        mesh: the mesh passed to `zcompile.shard`, over which parameters are sharded by default.
+        options: the other arguments of `zcompile.shard`.
+        meshes: further meshes, over which placements shard parameters; in the order of their first parameters.
         placements: id of a sharded parameter -> its placement.
-        units: path -> module of each unit.
-        in_units: the modules whose parameters units gather.
-        experts: Hugging Face modules that have another implementation of their experts; none if reads of parameters
-            neither gather nor cast, as on one rank without `param_dtype`.
+        units: path -> module, for each unit (a module gathered whole at its call).
+        in_units: the modules with parameters that units gather.
+        experts: how Hugging Face modules with several implementations of experts compute them now. Empty if reads of
+            parameters neither gather nor cast, as on one rank without `param_dtype`.
         policies: id of a parameter -> its mixed-precision policy.
         in_int8: ids of the parameters that are gathered in int8.
-        casts: module -> dtypes of its inputs and outputs; see precision.py.
-        divisor: the number that sums of gradients are divided by.
-        options_text: the options as text; an artifact is used only with equal ones.
+        casts: module -> dtypes to which it casts its inputs and outputs; see precision.py.
+        divisor: the number by which sums of gradients over ranks are divided.
+        options_text: the options as text. An artifact (compiled code in a file) is only used if its text is equal.
         description: lines that must be equal on all ranks.
     """
 
@@ -77,7 +77,7 @@ class ShardPlan:
 
 
 def plan_shards(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, placements: Placements) -> ShardPlan:
-    """Plan how to shard a model that has passed `validate`, without other ranks.
+    """Plan how to shard `model`, which has passed `validate`. No communication.
 
     Args:
         placements: the placements that `validate` returned.
@@ -86,7 +86,7 @@ def plan_shards(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, place
     policies = policies_of(model, options.policy, options.own_policies)
     quantizes = options.gather_dtype is not None
     in_int8 = frozenset(id(each) for each, _ in placements if quantizes and is_quantized(each, each.ndim))
-    # One rank has whole parameters. But with casts, a loop over experts would cast all experts' weights in each turn.
+    # One rank needs units only for casts: else each iteration of a loop over experts would cast all experts' weights.
     gathers = mesh.size() > 1 or bool(in_int8) or any(each.param_dtype is not None for each in policies.values())
     units, in_units = _units(model, mesh, options, placements) if gathers else ({}, frozenset())
     own = {path: policies[each] for path, each in model.named_modules() if policies[each] is not options.policy}
@@ -120,9 +120,9 @@ def plan_shards(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, place
 def _units(
     model: nn.Module, mesh: DeviceMesh, options: ShardOptions, placements: Placements
 ) -> tuple[dict[str, nn.Module], frozenset[nn.Module]]:
-    """Return path -> unit of `model`, and the modules inside of units that have parameters.
+    """Return path -> module of each unit, and the modules with parameters that units gather.
 
-    A module that shares a parameter with one outside of the unit does not belong to the unit.
+    A unit does not gather the parameters of a module that shares one of them with a module outside of the unit.
     """
     owners: dict[int, set[nn.Module]] = {}  # by id of the parameter
     for module in model.modules():
@@ -148,7 +148,7 @@ def _parameter_lines(model: nn.Module, ignored: Iterable[int]) -> list[str]:
 
 
 def _placement_lines(placements: Sequence[tuple[nn.Parameter, Placement]]) -> list[str]:
-    """A line for each parameter with a placement other than the default, or that was a DTensor."""
+    """Return a line of text for each parameter whose placement is not the default, or that is a DTensor already."""
     return [
         f"number {i}: {placement.shard} over {placement.mesh.mesh_dim_names if placement.mesh else 'mesh'} "
         f"local={placement.local} of {getattr(parameter, 'placements', 'a tensor')}"

@@ -1,9 +1,9 @@
 """The dtypes of parameters, inputs and outputs of each module, by FSDP2's mixed-precision policies.
 
-A policy holds for a module and for the modules below it, unless they have their own. Parameters are gathered in its
-`param_dtype`. Inputs are cast to `param_dtype` where FSDP2 casts them: at the model, at modules that repeat, at units,
-and at modules with a policy of their own. Outputs are cast to the `output_dtype` of the module's own policy. The
-model's own policy is made of the arguments of `zcompile.shard`.
+A policy holds for a module and for its submodules, unless they have their own. Parameters are gathered in the policy's
+`param_dtype`. Inputs are cast to `param_dtype` where FSDP2 casts them: at the model, at its repeated layers, at units
+(modules gathered whole), and at modules with their own policy. Outputs are cast to the `output_dtype` of the module's
+own policy. The model's own policy is made of the arguments of `zcompile.shard`.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -23,7 +23,7 @@ OwnPolicies = Mapping[UnitLike, MixedPrecision]
 
 
 def policies_of(model: nn.Module, default: MixedPrecision, own: OwnPolicies) -> dict[nn.Module, MixedPrecision]:
-    """Return module -> policy: its own, else that of its parent; that of the model is `default`."""
+    """Return module -> policy: its entry in `own`, else the policy of its parent, which is `default` for the model."""
     policies: dict[nn.Module, MixedPrecision] = {}
     to_visit = [(model, default)]
     while to_visit:
@@ -35,7 +35,7 @@ def policies_of(model: nn.Module, default: MixedPrecision, own: OwnPolicies) -> 
 
 
 def _own_policy(module: nn.Module, own: OwnPolicies) -> MixedPrecision | None:
-    """The entry of `own` for `module` itself, else for a class of it, else None."""
+    """Return the entry of `own` for `module` itself, else for a class that it is an instance of, else None."""
     if module in own:
         return own[module]
     return next((policy for each, policy in own.items() if isinstance(each, type) and isinstance(module, each)), None)
@@ -47,11 +47,11 @@ def casts_of(
     own: OwnPolicies,
     casting: Iterable[nn.Module],
 ) -> dict[nn.Module, Casts]:
-    """Return module -> the dtypes to which it casts its inputs and its outputs.
+    """Return module -> the dtypes to which it casts its inputs and its outputs (None: no cast).
 
     Args:
-        policies: the result of `policies_of`.
-        casting: further modules that cast their inputs, beside `model` and modules with a policy of their own.
+        policies: module -> policy, from `policies_of`.
+        casting: modules that cast their inputs, in addition to `model` and the modules with an entry in `own`.
     """
     root = getattr(model, "_orig_mod", model)  # of torch.compile
     with_own = {module for module in policies if _own_policy(module, own) is not None} | {root}
@@ -66,10 +66,10 @@ def casts_of(
 def check_policies(
     model: nn.Module, default: MixedPrecision, own: OwnPolicies, ignored: Container[int]
 ) -> Exception | None:
-    """Return the error for a policy that is not possible, or None; the caller raises it on all ranks."""
+    """Return the error of the first policy that cannot be used, or None. The caller raises the error on all ranks."""
     for policy in (default, *own.values()):
         if not isinstance(policy, MixedPrecision):
-            return TypeError(f"zcompile.shard: the policy of a module is a MixedPrecision, not {policy!r}.")
+            return TypeError(f"zcompile.shard: the mapping `units` must have MixedPrecision values, not {policy!r}.")
         for dtype in (policy.param_dtype, policy.reduce_dtype, policy.output_dtype):
             if dtype is not None and not dtype.is_floating_point:
                 return TypeError(
@@ -78,7 +78,7 @@ def check_policies(
     names = {module: path for path, module in model.named_modules()}
     for each in own:
         if all(module is not each and not (isinstance(each, type) and isinstance(module, each)) for module in names):
-            return ValueError(f"zcompile.shard: the model has no {each!r}, for which `units` has a policy.")
+            return ValueError(f"zcompile.shard: the model has no {each!r}, for which `units` has a policy. Remove it.")
     first: dict[int, tuple[str, MixedPrecision]] = {}
     for module, policy in policies_of(model, default, own).items():
         for attribute, parameter in module._parameters.items():
@@ -89,14 +89,14 @@ def check_policies(
             if policy != its_policy:
                 return ValueError(
                     f"zcompile.shard: parameter '{name}' is tied to '{other}', whose module has another policy of "
-                    "mixed precision. Give both modules the same one."
+                    "mixed precision. Give both modules the same policy in `units`."
                 )
     return None
 
 
 @never_compiled_alone
 def _cast(dtype: torch.dtype, container: Any) -> Any:
-    """Cast the floating-point tensors in `container` to `dtype`; returns `container` itself if they have it."""
+    """Return `container` with floating-point tensors cast to `dtype`; `container` itself if all have this dtype."""
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, container)
 
 

@@ -1,7 +1,7 @@
 """Recurrent layers (`nn.LSTM`, `nn.GRU`, `nn.RNN`), whose forward reads the list `_flat_weights`.
 
-torch keeps that list beside the table of parameters, so it would hold the original, unsharded parameters. Sharded
-layers have a property in its place, which reads each parameter as an attribute.
+torch keeps this list in addition to `_parameters`, so the list would go on holding unsharded parameters. Sharded layers
+have a property in place of the list. It reads each parameter as an attribute, which gathers the parameter.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ def forget_flat_weights(module: nn.Module) -> None:
 
 
 def restore_flat_weights(module: Any) -> None:
-    """Make torch's list of weights again, for a recurrent layer that has torch's class again."""
+    """Rebuild the list `_flat_weights` of a recurrent layer, after the layer has got its own class back."""
     module._init_flat_weights()
 
 

@@ -3,12 +3,12 @@
 | phase | file | effect | communication |
 |---|---|---|---|
 | validate | validate.py | finds the first error of this rank's model and arguments | |
-| plan | plan.py | decides the placement of each parameter, and which modules are units | |
-| agree | agree.py | checks that all ranks have the same plan; all get the same machine | one exchange |
+| plan | plan.py | decides the placement of each parameter, and which modules are units (gathered whole) | |
+| agree | agree.py | checks that all ranks have the same plan; all get the same hardware rates | one exchange |
 | connect | connect.py | makes process groups and runtimes | collective |
 | build | build.py | replaces parameters by DTensors, module by module | |
-| install | install.py | lets modules gather the parameters that they read, and orders units | |
-| start | start.py | makes scalars and replicas equal, and chooses a transport | collective |
+| install | install.py | lets modules gather the parameters that they read, and decides the order of units | |
+| start | start.py | broadcasts scalars, and parameters to replicas; chooses a transport | collective |
 
 Each phase takes the results of the phases before it, and calls no other phase.
 """
@@ -52,54 +52,54 @@ def shard(
 ) -> nn.Module:
     """Shard every parameter of `model` over the ranks, in place (ZeRO-3, arXiv:1910.02054).
 
-    Afterwards each rank holds rows [r * ceil(n / W), (r + 1) * ceil(n / W)) of every parameter with n rows as a
+    Afterwards rank r of W holds rows [r * ceil(n / W), (r + 1) * ceil(n / W)) of every parameter with n rows as a
     DTensor with placement `Shard(0)`, as FSDP2 does; scalars stay unsharded (`Replicate()`), and so do buffers.
     Modules gather a parameter when they read it, and its gradient is reduced to the mean over ranks. This works in
-    eager; `torch.compile` with `backend="zcompile"` plans when it happens. Each rank keeps its slice of its own initial
-    values, as under FSDP2: seed all ranks alike to start from one model.
+    eager code; in code compiled with `backend="zcompile"`, compiler passes decide when gathers and reduces start. Each
+    rank keeps its slice of its own initial values, as under FSDP2: seed all ranks alike to start from one model.
 
     Args:
         model: any module, on the mesh's device, on CPU (shards are moved to the device) or on the meta device (each
             module is initialised by its `reset_parameters()`; no rank ever holds the unsharded model).
         mesh: 1-D (shard), or 2-D (replicate x shard). Default: all ranks of the default process group.
-        param_dtype: dtype of gathers and of compute; main parameters keep theirs. Frozen parameters of other dtypes
-            (integers, bool, float8) are gathered and read in their own. Floating-point inputs of `model`, of modules
-            that repeat in it (children of its outermost lists and sequences) and of units are cast to it. Default: the
-            dtype of the main parameters, which `torch.autocast` narrows.
-        reduce_dtype: a narrower dtype for gradients on the wire. They are summed in fp32 (fp64 for fp64) all the same,
-            in rank order.
+        param_dtype: dtype of gathers and of compute; main parameters (the DTensors) keep their own dtype. So do frozen
+            integer, bool and float8 parameters. Floating-point inputs are cast to `param_dtype` at `model`, at its
+            repeated layers (children of its outermost lists and sequences) and at units. Default: the dtype of the main
+            parameters; compiled code under `torch.autocast` may gather in the dtype of autocast.
+        reduce_dtype: a narrower dtype in which gradients are sent. Ranks still add them up in fp32 (fp64 ones in fp64),
+            in rank order. Default: the dtype of the gradients.
         output_dtype: dtype to which floating-point results of `model` are cast. Default: no cast.
         cast_forward_inputs: whether inputs are cast to `param_dtype`.
-        ignored_params: parameters that stay whole on each rank, and whose gradients are not reduced. The same holds for
-            parameters and modules that are added after `shard`. The first backward that reaches one of them warns.
+        ignored_params: parameters that stay whole on each rank, and whose gradients are not reduced. Parameters and
+            modules added after `shard` are treated alike. The first backward that reaches one of these warns.
         units: modules, or classes of modules, whose forward may read different parameters on each rank, such as a loop
-            over the experts that tokens hit. When the forward of a unit begins, all parameters of it and of the modules
-            below it are gathered together; backward gathers them again, and reduces all gradients together. A unit
+            over the experts that tokens hit. When the forward of a unit begins, the parameters of the module and of its
+            submodules are gathered together; backward gathers them again, and reduces all gradients together. A unit
             breaks the graph. A unit inside of another belongs to the outer one. Each step gathers and reduces every
-            unit, also one that no rank calls. Default: modules that are recognised as loops over experts;
-            an empty list for none. Or a mapping of modules or classes to a `zcompile.MixedPrecision` (FSDP2's
-            `MixedPrecisionPolicy`): the dtypes of their parameters, inputs and outputs, and of those of modules inside,
-            in place of the four arguments above. Units are then the default ones.
-        native_reduce: use the reduce-scatter of NCCL (or gloo) if that is the transport. It sums in its own order and
-            in the dtype on the wire, so results depend on the backend, the number of ranks and their links. bf16
-            gradients are summed in bf16, unless `reduce_dtype`, which may be wider in this case, makes them fp32. fp16
-            sums may overflow. Scalars, sums over replicas, division and accumulation do not change; peer to peer,
-            nothing does.
-        shard_placement_fn: parameter -> its placement: None for rows over `mesh`, a `Shard` for another dimension, or a
-            `zcompile.Placement` with a mesh of its own, such as experts need under expert parallelism. FSDP2's
-            `ShardPlacementResult` is accepted, too.
-        gradient_divide_factor: the number that sums of gradients over ranks are divided by; 1.0 keeps the sum. Default:
+            unit, also one that no rank calls. Default: modules that are recognised as loops over experts. An empty
+            list: no units. A mapping from modules or classes to `zcompile.MixedPrecision` (FSDP2's
+            `MixedPrecisionPolicy`): the default units, and dtypes for these modules and their submodules in place of
+            `param_dtype`, `reduce_dtype`, `output_dtype` and `cast_forward_inputs`.
+        native_reduce: reduce gradients by the reduce-scatter of NCCL (or gloo), if that is the transport. It sums in
+            its own order and in the dtype on the wire, so results depend on the backend, the number of ranks and their
+            links. fp16 sums may overflow. bf16 gradients are summed in bf16; with this option, `reduce_dtype` may be
+            wider, such as fp32. The option does not change scalars, sums over replicas, division and accumulation. It
+            has no effect with the transport "p2p".
+        shard_placement_fn: function of a parameter that returns its placement. None: rows over `mesh`. A `Shard`:
+            another dimension. A `zcompile.Placement`: a mesh of its own, as for experts under expert parallelism.
+            FSDP2's `ShardPlacementResult` is accepted, too.
+        gradient_divide_factor: the number by which sums of gradients over ranks are divided; 1.0: no division. Default:
             the number of ranks of `mesh`, also for parameters over other meshes. So if each rank's loss is a mean over
             its tokens, gradients are means over all ranks.
         states: "global" on a 2-D mesh (host x gpu) shards main parameters, their gradients and the optimizer's states
-            over all ranks. Forward and backward gather inside of a host alone, from a copy in `param_dtype`; once a
-            step, each rank receives its part of the copy from the other hosts. DTensors have the placements
-            `(Shard(0), Shard(0))` over the transposed mesh (gpu x host). Default: states are sharded over the second
-            dimension of the mesh alone, so that each replica has all of them (HSDP).
+            over all ranks. Each host has a copy of all parameters in `param_dtype`, sharded over its GPUs. Forward and
+            backward gather from this copy; once a step, each rank updates its shard of the copy from the other hosts.
+            DTensors have the placements `(Shard(0), Shard(0))` over the transposed mesh (gpu x host). Default: states
+            are sharded over the second dimension of the mesh alone, so each replica has all of them (HSDP).
         gather_dtype: `torch.int8` quantizes gathers of all floating-point parameters with two dimensions or more, as
-            ZeRO++ does: 256 elements at a time are sent as int8 with a float32 scale, and arrive in `param_dtype`. This
-            halves the bytes of bf16 gathers. Eager blocks and units gather them, also under `model.compile()`, whose
-            graphs break there. Gradients do not change. Default: `param_dtype`.
+            ZeRO++ does: every 256 elements are sent as int8 with one float32 scale, and arrive in `param_dtype`. This
+            halves the bytes of bf16 gathers. Such parameters are gathered by eager code at a layer's or unit's call,
+            where the graphs of `model.compile()` break. Reduces are not quantized. Default: `param_dtype`.
 
     Returns:
         `model`, with parameters replaced. Build the optimizer afterwards.
@@ -108,7 +108,7 @@ def shard(
         RuntimeError: there is no process group; the model is sharded already; an optimizer holds its parameters; ranks
             disagree on the model; or a parameter is a DTensor over a mesh that overlaps `mesh`.
         ValueError: a mesh is neither 1-D nor 2-D; parameters are on several devices; the model does not have `units`;
-            `gather_dtype` is not int8, or is used with `states` or with a matrix sharded along its second dimension.
+            `gather_dtype` is not int8, or is used with `states` or with a matrix not sharded along its first dimension.
             With `states="global"`: the mesh is not 2-D, or a parameter is a DTensor already, a tensor subclass, or
             placed over another mesh or along another dimension than the first.
         TypeError: a parameter is a tensor subclass without FSDP2's all-gather hooks, or trains in another dtype than

@@ -1,4 +1,4 @@
-"""Starts a sharded model after all ranks have built it: equal values, comparisons between ranks, a transport."""
+"""Last phase of `zcompile.shard`: broadcasts values, sets up comparisons between ranks, and chooses a transport."""
 
 from typing import cast
 
@@ -14,7 +14,7 @@ from zcompile.training.optimizer_steps import count_steps
 
 
 def start(state: ShardedModel) -> None:
-    """Make values equal, set up comparisons of programs and steps, and choose a transport; a collective call."""
+    """Broadcast values, let ranks compare their programs and optimizer steps, and choose a transport. Collective."""
     _share_values(state)
     _compare_programs(state)
     for each in models_of(state):
@@ -24,7 +24,7 @@ def start(state: ShardedModel) -> None:
 
 @torch.no_grad()
 def _share_values(state: ShardedModel) -> None:
-    """Broadcast scalars from the first rank that shares shards, and all values from the first replica."""
+    """Broadcast scalars from the first rank of each shard group, and all parameters from the first replica."""
     for each in models_of(state):
         for sharded in each.parameters.values():
             hooks, leaf = sharded.of_subclass, sharded.leaf
@@ -37,7 +37,7 @@ def _share_values(state: ShardedModel) -> None:
 
 
 def _compare_programs(state: ShardedModel) -> None:
-    """If ranks that share no shards wait for each other, let all connected ranks compare programs."""
+    """If parameters are over several meshes, let all ranks that these meshes connect compare compiled programs."""
     models = models_of(state)
     meshes = [cast(DTensor, sharded.parameter).device_mesh for each in models for sharded in each.parameters.values()]
     if is_fake(state.mesh) or all(mesh == state.mesh_of_states for mesh in meshes):

@@ -1,7 +1,7 @@
 """Reads of a parameter that another tensor replaces temporarily.
 
 `torch.func.functional_call` puts its tensors into `module._parameters`, and `zcompile.unshard` puts whole parameters
-there. Compiled code would gather the leaves of the model's own parameters, so such a forward runs in eager.
+there. Compiled code would ignore these tensors and gather the model's shards, so such a forward runs in eager.
 """
 
 from typing import Any
@@ -16,9 +16,9 @@ from zcompile.state.sharded_parameter import ShardedParameter
 
 
 def read_given(module: nn.Module, name: str) -> torch.Tensor | None:
-    """Return the unsharded value of the tensor that replaces parameter `name` of `module`; None if None does.
+    """Return the unsharded value of the tensor that replaces parameter `name` of `module`, or None if that is None.
 
-    The gradient of a DTensor is the mean over the ranks of its mesh, as for the parameter itself.
+    If the replacement is a DTensor, its gradient is the mean over the ranks of its mesh.
 
     Raises:
         RuntimeError: the replacement is neither a DTensor of the parameter's shape, placements and mesh, nor a whole
@@ -36,15 +36,15 @@ def read_given(module: nn.Module, name: str) -> torch.Tensor | None:
         raise RuntimeError(
             f"zcompile: parameter '{sharded.name}' was replaced after zcompile.shard (rank {dist.get_rank()}) by "
             f"{_describe(given)}. functional_call takes DTensors of the shape, placements and mesh of those in "
-            "model.named_parameters(), or whole tensors inside of zcompile.unshard(model) alone. To change a parameter "
-            "for good, copy values into the DTensor in model.parameters() under torch.no_grad()."
+            "model.named_parameters(); whole tensors only inside of zcompile.unshard(model). To change a parameter for "
+            "good, copy values into the DTensor in model.parameters() under torch.no_grad()."
         )
     dtype = None if sharded.is_whole and sharded.of_subclass is not None else sharded.layout.dtype
     return unsharded if dtype is None else unsharded.to(dtype)
 
 
 def layout_of(parameter: Any) -> tuple[Any, ...] | None:
-    """The properties that a DTensor and its replacement must share: shape, placements, mesh. None for other values."""
+    """Return (shape, placements, mesh), which a DTensor and its replacement must share; None if not a DTensor."""
     if not isinstance(parameter, DTensor):
         return None
     return parameter.shape, parameter.placements, parameter.device_mesh

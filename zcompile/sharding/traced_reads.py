@@ -1,13 +1,12 @@
 """Reads of parameters in compiled code other than `self.weight`: loops, `_parameters[...]`, functional_call.
 
 [Note: traced reads]
-Dynamo traces the property of a parameter like any code, so the graph has a gather. Other reads bypass the property and
-go to `module._parameters`, which has the DTensor. So classes of sharded modules override the methods that yield
-parameters, and `_parameters`. In traced code, these read by the property. In eager code, they call nn.Module's.
+A sharded module reads `self.weight` by a property, which Dynamo traces, so the graph has a gather. Other reads bypass
+the property and find the DTensor in `module._parameters`. So classes of sharded modules override `_parameters` and the
+methods that yield parameters. In traced code, the overrides read properties; in eager code, they call nn.Module's.
 
-Dynamo must not add a guard for each parameter or module. So the tensors that `torch.func.functional_call` puts in the
-place of parameters during a trace are kept in `_given`, one dict for all models. It is empty when a graph begins, so
-one guard is enough.
+During a trace, `_given` keeps the tensors that `torch.func.functional_call` puts in place of parameters. It is one dict
+for all models, because Dynamo would add a guard for each of several. It is empty when a graph begins.
 """
 
 from collections.abc import Iterator
@@ -25,8 +24,8 @@ Others = tuple[tuple[str, bool], ...]  # (name, whether it is None) of entries o
 # Module -> name -> tensor, while functional_call replaces parameters inside of a trace.
 _given: dict[nn.Module, dict[str, torch.Tensor]] = {}
 
-# The name of the last `name in module._parameters`. functional_call asks so before it reads the entry, which it puts
-# back later. That read must return the parameter itself, not a gathered one.
+# The name of the last test `name in module._parameters`. functional_call makes the test before it saves the parameter
+# that it replaces. The read that saves must return the parameter itself, not a gathered tensor.
 _asked: list[str] = []
 
 
@@ -75,12 +74,12 @@ class TracedTable:
         return self.own.values()
 
     def items(self) -> Any:
-        """The parameters, not gathered: modules around the model loop over them, and find ties by identity."""
+        """Return the parameters, not gathered: modules that contain the model compare them, to find tied ones."""
         return self.own.items()
 
 
 def given_in_trace(module: nn.Module, name: str, dtype: torch.dtype | None = None) -> torch.Tensor | None:
-    """The tensor, cast to `dtype`, that functional_call put in place of a parameter in this trace; None without one."""
+    """Return the tensor that functional_call put in a parameter's place in this trace, cast to `dtype`, or None."""
     if not _given or module not in _given or name not in _given[module]:
         return None
     given = _given[module][name]
@@ -88,11 +87,11 @@ def given_in_trace(module: nn.Module, name: str, dtype: torch.dtype | None = Non
 
 
 def traced_members(base: type[nn.Module], has_sharded: bool, others: Others) -> dict[str, Any]:
-    """Return the members of a class of sharded modules by which compiled code reads parameters; [Note: traced reads].
+    """Return the overrides for a class of sharded modules; see [Note: traced reads].
 
     Args:
-        has_sharded: whether such a module has sharded parameters itself.
-        others: see `Others`.
+        has_sharded: whether modules of the class have sharded parameters themselves, not only in submodules.
+        others: (name, whether it is None) of each entry of `_parameters` that is not sharded.
     """
     members: dict[str, Any] = {}
     for method in (_named_parameters, _parameters, _get_parameter):
@@ -120,7 +119,7 @@ def _table(self: Any) -> Any:
 
 @never_compiled_alone
 def is_open(module: Any) -> bool:
-    """Whether `module` has unsharded parameters. Outside of forwards, those of a backward that raised are freed."""
+    """Whether `module` has unsharded parameters. Outside of forwards, first frees those that a failed backward left."""
     if getattr(module, IS_OPEN, False) and not is_in_forward():
         module.__dict__[IN_UNIT].order.abandon_if_raised()
     return bool(getattr(module, IS_OPEN, False))
@@ -128,7 +127,7 @@ def is_open(module: Any) -> bool:
 
 @never_compiled_alone
 def open_for_read(module: Any) -> bool:
-    """Gather the block of `module` for a read in eager code; returns whether `module` has unsharded parameters then."""
+    """Gather the block (parameter group) of `module` for a read in eager code. Return whether it is unsharded now."""
     unit = module.__dict__.get(IN_UNIT)  # a module that is only traced has none
     if unit is None or not unit.is_block or unit.order is None or not is_in_forward():
         return False
@@ -146,7 +145,7 @@ def _set_table(self: Any, table: Any) -> None:
 
 
 def _reader_of_other(name: str, is_none: bool) -> Any:
-    """Make a getter of a table's entry, as nn.Module.__getattr__ is: Dynamo does not look into a `TracedTable`."""
+    """Return a getter of `_parameters[name]`. In nn.Module.__getattr__, Dynamo does not look into a `TracedTable`."""
 
     def read(self: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -165,7 +164,7 @@ def _reader_of_other(name: str, is_none: bool) -> Any:
 def _named_parameters(
     self: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, Any]]:
-    """`nn.Module.named_parameters`. In compiled code, it reads a parameter when it yields it, a tied one once."""
+    """`nn.Module.named_parameters`. In compiled code, gathers each parameter when it is yielded, a tied one once."""
     if not torch.compiler.is_compiling():
         yield from nn.Module.named_parameters(self, prefix, recurse, remove_duplicate)
         return
@@ -195,7 +194,7 @@ def _get_parameter(self: Any, target: str) -> Any:
 
 
 def _slice_of_list(self: Any, index: Any) -> Any:
-    """`nn.ParameterList.__getitem__`. A slice is a list: a ParameterList would make leaves of gathered tensors."""
+    """`nn.ParameterList.__getitem__`. Returns a slice as a list: a ParameterList would detach gathered tensors."""
     if isinstance(index, slice) and (torch.compiler.is_compiling() or is_in_forward()):
         return [getattr(self, str(i)) for i in range(len(self))[index]]
     return nn.ParameterList.__getitem__(self, index)

@@ -25,7 +25,7 @@ def validate(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> tuple
     The error is returned and not raised, so that all ranks can raise it together.
 
     Raises:
-        TypeError, ValueError: see `check_mesh`.
+        TypeError, ValueError: `mesh` is not a 1-D or 2-D DeviceMesh that contains this rank.
     """
     error = check_model(model, options.ignored) or check_divide_factor(options.gradient_divide_factor)
     check_mesh(mesh)
@@ -57,7 +57,7 @@ def _check_states(mesh: DeviceMesh, states: str | None) -> ValueError | None:
             "already: leave states out."
         )
     if is_fake(mesh):
-        return ValueError("zcompile.shard: states='global' needs the other ranks, which a 'fake' group does not have.")
+        return ValueError("zcompile.shard: states='global' needs real process groups, not torch's backend 'fake'.")
     return None
 
 
@@ -68,21 +68,21 @@ def _check_int8(model: nn.Module, placements: Placements, options: ShardOptions)
     if options.over_hosts:
         return ValueError(
             "zcompile.shard: gather_dtype=torch.int8 with states='global' is not supported: gathers stay inside of a "
-            "host there, and the copies that hosts exchange once a step are in param_dtype. Leave one of both out."
+            "host there, and the copies that hosts exchange once a step are in param_dtype. Leave out one of the two."
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter, placement in placements:
         if placement.shard.dim > 0 and is_quantized(parameter, parameter.ndim):
             return ValueError(
                 f"zcompile.shard: parameter '{names[id(parameter)]}' (rank {dist.get_rank()}) is to be sharded along "
-                f"dimension {placement.shard.dim}. With gather_dtype=torch.int8, matrices are sharded along the first "
-                "one alone: let shard_placement_fn return Shard(0), or leave gather_dtype out."
+                f"dimension {placement.shard.dim}. With gather_dtype=torch.int8, matrices must be sharded along "
+                "dimension 0: let shard_placement_fn return Shard(0), or leave gather_dtype out."
             )
     return None
 
 
 def _check_plain(model: nn.Module, placements: Placements, mesh: DeviceMesh) -> ValueError | None:
-    """Return the error if a parameter cannot be sharded over all hosts: it must be plain, and cut along its rows."""
+    """Return the error if a parameter is not plain and sharded as rows over `mesh`, as `states="global"` needs."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     spread = {id(parameter) for parameter, placement in placements if is_spread(parameter, placement, mesh)}
     for parameter, _ in placements:
@@ -90,19 +90,19 @@ def _check_plain(model: nn.Module, placements: Placements, mesh: DeviceMesh) -> 
             return ValueError(
                 f"zcompile.shard: parameter '{names[id(parameter)]}' (rank {dist.get_rank()}) is a DTensor or a tensor "
                 "subclass, or is placed over another mesh or along another dimension than the first. With "
-                "states='global', parameters are plain and cut as rows over `mesh`. Leave states out (HSDP), or keep "
+                "states='global', it must be plain and sharded as rows over `mesh`. Leave states out (HSDP), or keep "
                 "the parameter whole on each rank: ignored_params=[...]."
             )
     return None
 
 
 def _check_rows(units: dict[str, nn.Module], placements: Placements, mesh: DeviceMesh) -> Exception | None:
-    """Return the error if a parameter of a unit is not plain, or not sharded along its rows over `mesh`."""
+    """Return the error if a parameter of a unit is a DTensor already, or is not sharded as rows over `mesh`."""
     for path, unit in units.items():
         if (name := spread_parameter(unit, placements, mesh)) is not None:
             return ValueError(
                 f"zcompile.shard: unit '{path}' has parameter '{name}', which is a DTensor, or is sharded over another "
-                "mesh or along another dimension than the first. Units with such parameters are not supported."
+                "mesh or along another dimension than the first. Leave the module out of `units`."
             )
     return None
 
@@ -113,7 +113,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def check_model(model: nn.Module, ignored: Container[int]) -> Exception | None:
-    """Return the first error of `model`, or None. The caller lets all ranks raise it together."""
+    """Return the first reason why `model` cannot be sharded, or None. The caller lets all ranks raise it together."""
     rank = dist.get_rank()
     if not isinstance(model, nn.Module):
         return TypeError(f"zcompile.shard: expected an nn.Module, got {type(model).__name__}.")
@@ -129,7 +129,7 @@ def check_model(model: nn.Module, ignored: Container[int]) -> Exception | None:
 
 
 def _parameters(parameters: dict[str, nn.Parameter]) -> Exception | None:
-    """Return the error if devices, classes or dtypes of `parameters` cannot be sharded."""
+    """Return the error if `parameters` are on several devices, or one has a class or dtype that cannot be sharded."""
     rank = dist.get_rank()
     devices = {parameter.device: name for name, parameter in parameters.items()}
     if len(devices) > 1:
@@ -140,8 +140,8 @@ def _parameters(parameters: dict[str, nn.Parameter]) -> Exception | None:
     for name, parameter in parameters.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             return TypeError(
-                f"zcompile.shard: parameter '{name}' has no shape yet (rank {rank}): its module is lazy, and "
-                "gives it one in its first forward. Run a forward before zcompile.shard."
+                f"zcompile.shard: parameter '{name}' has no shape yet (rank {rank}): its module is lazy (such as "
+                "nn.LazyLinear) and sets the shape in its first forward. Run a forward before zcompile.shard."
             )
         kind = subclass_of(parameter)
         if kind is not None and not has_hooks(parameter):
@@ -154,9 +154,9 @@ def _parameters(parameters: dict[str, nn.Parameter]) -> Exception | None:
             )
         if parameter.requires_grad and parameter.dtype not in TRAINABLE:
             return TypeError(
-                f"zcompile.shard: parameter '{name}' has dtype {parameter.dtype} (rank {rank}), in which nothing is "
-                "trained: gradients are added up in fp32 and given back in float16, bfloat16, float32 or float64. "
-                "Freeze it: requires_grad=False."
+                f"zcompile.shard: parameter '{name}' has dtype {parameter.dtype} (rank {rank}), which "
+                "cannot be trained: gradients are float16, bfloat16, float32 or float64. Freeze it: "
+                "requires_grad=False."
             )
     return None
 
@@ -182,7 +182,7 @@ def check_divide_factor(factor: float | None) -> ValueError | None:
 
 
 def _second_references(model: nn.Module, parameters: dict[str, nn.Parameter]) -> Exception | None:
-    """Return the error if a module holds a parameter outside of its table `_parameters`, too."""
+    """Return the error if a module refers to a parameter not only in `_parameters`, but also in another attribute."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
@@ -192,14 +192,14 @@ def _second_references(model: nn.Module, parameters: dict[str, nn.Parameter]) ->
                 if isinstance(item, nn.Parameter) and id(item) in names:
                     return RuntimeError(
                         f"zcompile.shard: {type(module).__name__} '{path}' keeps a second reference to parameter "
-                        f"'{names[id(item)]}' in '{attribute}', which would go on using the unsharded values. Read it "
-                        "from the module instead, or pass the parameter in ignored_params."
+                        f"'{names[id(item)]}' in '{attribute}', which would go on using the unsharded values. Read the "
+                        "parameter from its module instead, or pass it in ignored_params."
                     )
     return None
 
 
 def _optimizers(parameters: dict[str, nn.Parameter]) -> Exception | None:
-    """Return the error if an optimizer that exists already holds a parameter."""
+    """Return the error if an optimizer holds a parameter already: it would go on to update the unsharded one."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     for item in gc.get_objects():
         if not issubclass(type(item), torch.optim.Optimizer):
