@@ -1,1 +1,1 @@
-"""Other libraries that train through zcompile: DeepSpeed; transformers, accelerate and TRL."""
+"""Lets other libraries train models with zcompile: DeepSpeed, and Hugging Face's transformers, accelerate and TRL."""

@@ -1,4 +1,4 @@
-"""The "zcompile" block of a DeepSpeed config, and what else in a config zcompile refuses to work with."""
+"""Reads the "zcompile" block of a DeepSpeed config, and refuses other settings that zcompile does not support."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,30 +8,30 @@ from torch import nn
 from zcompile.artifact.model import check_artifact
 from zcompile.compiler.backend import parse_options
 
-NO_CUDA_GRAPHS = "the DeepSpeed flag has no CUDA graphs yet: its norms are computed by what a replay would skip."
+NO_CUDA_GRAPHS = "CUDA graphs are not supported with DeepSpeed: a replay would skip code that computes gradient norms."
 
 
 def options_of(config: Mapping[str, Any], model: nn.Module | None = None) -> Mapping[str, Any] | None:
-    """The backend's options in a DeepSpeed config; None if the block is not there or not enabled.
+    """Return the options of zcompile's backend in a DeepSpeed config; None if it has no enabled "zcompile" block.
 
-    One entry of them is not the backend's: "artifact", the file that `zcompile.compile` would be given.
-    The block stands in "zero_optimization" ([Note: a config that nothing acts on] in flag.py).
+    The block is in "zero_optimization" ([Note: a config that nothing acts on] in flag.py). The result may have one
+    more entry: "artifact", the path of a file with compiled code.
 
     Raises:
-        ValueError: an option is unknown or wrong, or zcompile cannot work with another part of the config or with
-            `model`. The message says what to remove.
+        ValueError: an option is unknown or has a wrong value, or zcompile does not support another setting of the
+            config, or `model`. The text names the setting to remove.
     """
     if "zcompile" in config:
         raise ValueError(
-            'zcompile: the DeepSpeed config has "zcompile" at its top. Move it into "zero_optimization". At '
-            "the top, DeepSpeed would ignore it without a word in a program that does not import zcompile."
+            'zcompile: the DeepSpeed config has "zcompile" at its top. Move it into "zero_optimization". There, a '
+            "program that does not import zcompile gets an error. At the top, DeepSpeed would ignore it."
         )
     zero = config.get("zero_optimization")
     block = zero.get("zcompile") if isinstance(zero, Mapping) else None
     if block is None:
         return None
     if not isinstance(block, Mapping) or not isinstance(block.get("enabled", False), bool):
-        raise ValueError('zcompile: write "zcompile": {"enabled": true, ...} in "zero_optimization" of the config.')
+        raise ValueError(f'zcompile: the DeepSpeed config has "zcompile": {block!r}; write {{"enabled": true, ...}}.')
     options = {name: value for name, value in block.items() if name not in ("enabled", "artifact")}
     settings = parse_options(options)
     if settings.cuda_graphs:
@@ -45,7 +45,7 @@ def options_of(config: Mapping[str, Any], model: nn.Module | None = None) -> Map
         return None
     reason = _conflict_in(config)
     if any(base.__name__ == "PipelineModule" for base in type(model).__mro__):
-        reason = "it does not run pipeline modules. Train without pipeline parallelism"
+        reason = "it does not support pipeline modules. Train without pipeline parallelism"
     if reason:
         raise ValueError(f'zcompile: {reason}, or set "zcompile": {{"enabled": false}}.')
     return options
@@ -67,9 +67,9 @@ WITHOUT_EFFECT = {
 
 
 def without_effect(config: Mapping[str, Any]) -> str:
-    """A sentence that names options of `config` that have no effect, and what to set instead; empty if there are none.
+    """Return a sentence that names the options of `config` without effect, and options to set instead; "" if none.
 
-    Those that are "auto", as the Hugging Face Trainer writes them, nobody chose.
+    Options with the value "auto" are not named, because the Hugging Face Trainer writes that value, not a user.
     """
     given = {**(config.get("zero_optimization") or {}), **config}
     ignored = [name for name in WITHOUT_EFFECT if given.get(name, "auto") != "auto"]
@@ -80,7 +80,7 @@ def without_effect(config: Mapping[str, Any]) -> str:
 
 
 def _conflict_in(config: Mapping[str, Any]) -> str:
-    """What in the config cannot work together with zcompile, and what to remove; empty if nothing."""
+    """Return why zcompile does not support a setting of `config`, and the remedy; "" if it supports all settings."""
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     if stage != 3:
@@ -89,7 +89,7 @@ def _conflict_in(config: Mapping[str, Any]) -> str:
             'Set "zero_optimization": {"stage": 3}'
         )
     if (zero.get("offload_param") or {}).get("device", "none") != "none":
-        return 'its gathers read partitions on the device. Remove "offload_param"'
+        return 'it gathers from device memory, so parameters stay there. Remove "offload_param"'
     if zero.get("zero_hpz_partition_size", 1) > 1:
         # Rank r has part r of each parameter, so the parts of one rank of each host are no slice of it.
         return (
@@ -99,15 +99,15 @@ def _conflict_in(config: Mapping[str, Any]) -> str:
         )
     for name in ("zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
         if zero.get(name):
-            return f'it quantizes gathers alone (zero_quantized_weights). Remove "{name}"'
+            return f'it can only quantize gathers (zero_quantized_weights). Remove "{name}"'
     if zero.get("zero_quantized_weights") and "artifact" in zero["zcompile"]:
         return 'int8 gathers run in eager code, which no artifact holds. Remove "artifact"'
     if zero.get("mics_shard_size", -1) > 0:
-        return 'MiCS partitions over a part of the ranks. Remove "mics_shard_size"'
+        return 'it does not support MiCS, which shards over fewer ranks. Remove "mics_shard_size"'
     if (config.get("compile") or {}).get("deepcompile"):
-        return 'DeepCompile would plan the same gathers. Remove "deepcompile" from "compile"'
+        return 'DeepCompile would schedule the same gathers, too. Remove "deepcompile" from "compile"'
     if zero.get("zenflow"):
         return 'ZenFlow changes gradients in hooks that zcompile removes. Remove "zenflow"'
     if config.get("sequence_parallel_size", 1) > 1:
-        return 'it does not know sequence parallelism. Remove "sequence_parallel_size"'
+        return 'it does not support sequence parallelism. Remove "sequence_parallel_size"'
     return ""

@@ -1,11 +1,11 @@
 """Detects each new DeepSpeed engine whose config has a "zcompile" block. `import zcompile` calls `watch`.
 
 [Note: a config that nothing acts on]
-If a program does not import zcompile, its config must not be silently ignored. zcompile itself cannot object: it does
-not run then. (An entry point that torch loads by itself would break `import torch` if the folder of an editable install
-is gone.) So DeepSpeed has to object. It accepts unknown keys at the top of a config, but none in "zero_optimization".
-So the block stands in "zero_optimization", where DeepSpeed refuses it, unless zcompile is imported and removes it
-before DeepSpeed validates the config. zcompile refuses a block at the top.
+A program that has a "zcompile" block but does not import zcompile must get an error, and not train without zcompile.
+Only DeepSpeed can raise this error, because no code of zcompile runs. (An entry point that torch loads by itself would
+break `import torch` if the folder of an editable install is gone.) DeepSpeed accepts unknown keys at the top of a
+config, but refuses them in "zero_optimization". So the block must be in "zero_optimization". If zcompile is imported,
+it removes the block before DeepSpeed validates the config. zcompile refuses a block at the top.
 """
 
 import functools
@@ -22,7 +22,7 @@ _ZERO_CONFIG = "deepspeed.runtime.zero.config"  # imported by the engine
 
 
 def watch() -> None:
-    """Check the config of each DeepSpeed engine that is made from now on, also if DeepSpeed is imported later."""
+    """Look for the block in the config of each new DeepSpeed engine, also if DeepSpeed is imported later."""
     if _ENGINE in sys.modules:
         _wrap(sys.modules[_ENGINE])
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -30,7 +30,7 @@ def watch() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the module of DeepSpeed's engine by the other import finders, and wraps the engine once it is loaded."""
+    """Import finder that finds DeepSpeed's engine module by the other finders, and wraps the loaded engine."""
 
     asks_others = False  # True while it asks the other finders, when it finds nothing itself
 
@@ -64,7 +64,7 @@ def _wrap(module: ModuleType) -> None:
 
     @functools.wraps(initialize)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        """`DeepSpeedEngine.__init__`; if the config asks for it, zcompile then takes the engine over."""
+        """`DeepSpeedEngine.__init__`. If the config enables zcompile, it gathers and reduces for the engine."""
         given = signature.bind(self, *args, **kwargs).arguments
         config = getattr(given.get("config_class"), "_param_dict", None) or {}
         zero = config.get("zero_optimization")  # a bool in old configs
@@ -86,7 +86,7 @@ def _wrap(module: ModuleType) -> None:
 def _accept_block(zero_config: Any) -> None:
     """Let DeepSpeed's class of "zero_optimization" ignore the key "zcompile".
 
-    With an enabled block it ignores "zero_quantized_weights", too: zcompile quantizes instead of DeepSpeed's quantizer.
+    If the block is enabled, the class ignores "zero_quantized_weights", too: zcompile quantizes, and not DeepSpeed.
     """
     initialize = zero_config.__init__
 

@@ -1,7 +1,7 @@
 """Gradients of ZeRO-3 partitions between backward and step: their memory, and the sums of their squares.
 
-DeepSpeed copies every reduced gradient to one flat buffer that it never frees. `Gradients` frees that buffer, and keeps
-each gradient in the memory that it was reduced to.
+DeepSpeed copies every reduced gradient to one flat buffer that it never frees. `Gradients` frees this buffer, and keeps
+each gradient in the tensor that its reduce wrote.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,20 +14,20 @@ from zcompile.state.sharded_model import ShardedModel
 
 
 def add(before: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
-    """Add `grad` to the accumulated gradient `before`, in place; None is zero."""
+    """Add `grad` in place to `before`, the gradient accumulated so far (None: zero). Return the sum."""
     return grad if before is None else before.add_(grad)
 
 
 class Gradients(dict[int, torch.Tensor]):
-    """`ds_id` -> gradient, [elements of the partition with padding], in place of an optimizer's buffers.
+    """A dict from `ds_id` (DeepSpeed's number of a parameter) to the gradient of this rank's partition, with padding.
 
-    DeepSpeed looks gradients up here. The look-up of a missing gradient makes zeros.
+    It replaces the dict in which DeepSpeed's optimizer looks gradients up. A look-up of a missing gradient adds zeros.
     """
 
     PLACE = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"  # DeepSpeed's attribute for gradients
 
     def __init__(self, optimizer: Any, device: torch.device):
-        """`device` is the device of reduced gradients; DeepSpeed's buffer may be on another one, by offload."""
+        """`device` is the device of reduced gradients. With offload, DeepSpeed's buffer is on another device."""
         super().__init__()
         self.lengths = {each.ds_id: each.partition_numel() for group in optimizer.fp16_groups for each in group}
         self.device_of_buffer = optimizer.grad_partitions_flat_buffer.device
@@ -58,10 +58,10 @@ class Gradients(dict[int, torch.Tensor]):
 
 
 class ReducedSquares:
-    """Sums of squares that runtimes compute while they reduce gradients, so that the norm need not read these again."""
+    """Sums of squares of gradients, computed by runtimes in each reduce: the gradient norm need not read gradients."""
 
     def __init__(self, models: Iterable[ShardedModel], partitions: Mapping[int, Partition]):
-        """`partitions` are those of `models`, by `ds_id`."""
+        """`partitions` are the sharded parameters of `models`, by `ds_id`."""
         self.runtimes = [model.runtime for model in models]
         self.places = {ds_id: (each.state.runtime, each.index) for ds_id, each in partitions.items()}
         self.versions: dict[int, int] = {}  # `ds_id` -> the gradient's version when it arrived
@@ -69,11 +69,11 @@ class ReducedSquares:
             runtime.collect_squares()
 
     def note(self, parameter: ZeroParameter, grad: torch.Tensor) -> None:
-        """Note that the gradient of `parameter` is `grad`, as it was reduced."""
+        """Remember `grad` as the unchanged result of the reduce of `parameter`."""
         self.versions[parameter.ds_id] = grad._version
 
     def of(self, parameter: ZeroParameter, grad: torch.Tensor) -> torch.Tensor | None:
-        """Return partial sums of the squares of `grad`, 1-D fp64; None if `grad` was changed after it was reduced."""
+        """Return partial sums of the squares of `grad`, 1-D fp64; None if `grad` was changed after its reduce."""
         if self.versions.get(parameter.ds_id) != grad._version:
             return None
         runtime, index = self.places[parameter.ds_id]

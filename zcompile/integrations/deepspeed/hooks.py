@@ -1,8 +1,8 @@
-"""DeepSpeed's hooks: those that are removed while zcompile trains an engine, and their replacement around a forward.
+"""Removes DeepSpeed's hooks while zcompile trains an engine, and does the work of the engine's forward hooks.
 
-Compiled graphs gather and reduce, so hooks must not. The engine's two forward hooks also run timers, casts to fp16 and
-profilers. They are removed too, because they would be compiled with the module. `Hooks.around_forward` calls the same
-functions outside of the compiled graph.
+Compiled graphs gather and reduce, so DeepSpeed's hooks must not do so. The engine's two forward hooks run timers, casts
+to fp16 and profilers. They are removed too, because they would be compiled with the module. `Hooks.around_forward`
+calls the functions of these two hooks outside of the compiled graph.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from zcompile.integrations.deepspeed.partitions import ZeroParameter
 def hooked_parameter(engine: Any) -> str:
     """Return the name of a parameter with hooks that are not DeepSpeed's, or "".
 
-    Under ZeRO-3 such a hook gets the whole gradient before it is reduced, which compiled code never makes.
+    Under ZeRO-3, such a hook gets the unsharded gradient before the reduce. Compiled code gives it to no hook.
     """
     own = {handle.id for handle in engine.optimizer._grad_acc_hooks if hasattr(handle, "id")}
     for name, parameter in engine.module.named_parameters():
@@ -35,7 +35,7 @@ class Hooks:
         self.removed = False
 
     def release_parameters(self) -> None:
-        """Partition all parameters, also persistent ones, which zcompile gathers in groups with their neighbours."""
+        """Partition all parameters, also small ones that DeepSpeed keeps gathered. zcompile gathers them in groups."""
         optimizer = self.engine.optimizer
         self.persistent = list(optimizer.persistent_parameters)
         optimizer.persistent_parameters = []
@@ -75,7 +75,7 @@ class Hooks:
     def around_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Do the work of the engine's forward hooks, except gathers. Yields the inputs for the module."""
+        """Context manager that does the work of the engine's forward hooks, except gathers. Yields the inputs."""
         engine = self.engine
         inputs, kwargs = engine._forward_prologue(inputs, kwargs) or (inputs, kwargs)
         for module in engine.module.modules():
@@ -90,7 +90,7 @@ class Hooks:
 
 @contextlib.contextmanager
 def _torch_linear() -> Iterator[None]:
-    """Run with torch's `functional.linear`. `zero.Init` replaces it by one that expects ZeRO's hooks."""
+    """Context manager with torch's `functional.linear`, which `zero.Init` replaces by one that needs ZeRO's hooks."""
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as patch
 
     functional: Any = nn.functional

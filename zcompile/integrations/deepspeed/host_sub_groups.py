@@ -1,9 +1,9 @@
 """The step with "offload_optimizer" to pinned CPU memory, for optimizers that can step on the device.
 
-DeepSpeed would copy gradients to the host, step there, and copy partitions back. Here main parameters and states lie in
-host memory and are copied to the device and back in groups ([Note: streamed steps] in training/offload.py). Gradients
-stay on the device. Results are those of a step without offload. Meanwhile DeepSpeed's optimizer is configured as if
-nothing were offloaded, so that it steps in the order, and finds gradients in the place, that `LeanStep` expects.
+DeepSpeed would copy gradients to the host, step there, and copy partitions back. Here gradients stay on the device.
+Main parameters and states are in host memory. A step copies a few of them at a time to the device, steps these there,
+and copies them back ([Note: streamed steps] in training/offload.py). Results are those of a step without offload. For
+`LeanStep`, DeepSpeed's optimizer is configured as without offload: it then keeps gradients on the device.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from zcompile.training.streamed_groups import Piece, Stream, plan_groups
 
 
 def can_stream(optimizer: Any, is_elementwise: bool) -> bool:
-    """Whether a stage-3 optimizer can step on the device with states on the host. `is_elementwise`: its inner one."""
+    """Whether a stage-3 optimizer can step host states on the device. `is_elementwise`: its inner one is Adam."""
     inner = optimizer.optimizer
     has_hooks = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
     is_alone = is_elementwise and not has_hooks and not optimizer.swap_optimizer
@@ -30,14 +30,14 @@ def can_stream(optimizer: Any, is_elementwise: bool) -> bool:
 
 
 def stop_offloading(optimizer: Any) -> None:
-    """Let a stage-3 optimizer find gradients on the device; frees the gradients of its main parameters on the host."""
+    """Let a stage-3 optimizer look for gradients on the device. Frees the gradients that it holds in host memory."""
     optimizer.offload_optimizer = False
     for main in optimizer.fp32_partitioned_groups_flat:
         main.grad = None
 
 
 def resume_offloading(optimizer: Any, link: HostLink, gradients: Gradients | None) -> None:
-    """Undo `stop_offloading`, and copy `gradients`, those of this step so far, to the host for DeepSpeed's step."""
+    """Undo `stop_offloading`, and copy `gradients`, accumulated in this step, to host memory for DeepSpeed's step."""
     optimizer.offload_optimizer = True
     if gradients is None:
         return
@@ -51,16 +51,16 @@ def resume_offloading(optimizer: Any, link: HostLink, gradients: Gradients | Non
 
 
 class HostSubGroup:
-    """A flat main parameter and its state, which lie in host memory and are stepped on the device."""
+    """A flat main parameter (of several parameters) and its optimizer state, in host memory, stepped on the device."""
 
     def __init__(self, flat: nn.Parameter, lengths: list[int], partitions: torch.Tensor, link: HostLink):
-        """`flat` is the main parameter, [sum of `lengths`]; `lengths` are elements of each partition, in order;
-        `partitions` is its copy on the device, from which forwards gather."""
+        """`flat` is the main parameter, [sum of `lengths`]. `lengths` are numbers of elements of each parameter's
+        partition, in order. `partitions` is the copy of `flat` on the device from which forwards gather."""
         self.flat, self.partitions, self.link = flat, partitions, link
         self.lengths, self.begins = lengths, list(accumulate(lengths, initial=0))
 
     def update(self, inner: torch.optim.Optimizer, param_group: int, batches: Iterator[list[torch.Tensor]]) -> None:
-        """Step like `SubGroup.update`. Returns when the new states and main parameter are in host memory."""
+        """Step like `SubGroup.update`. Return when the new states and the new main parameter are in host memory."""
         state = inner.state[self.flat]
         self.flat.data = self.link.adopt(self.flat.data)
         moments = [self.link.adopt(state[name]) if state else self.link.allocate(self.flat) for name in MOMENTS]
@@ -89,7 +89,7 @@ class HostSubGroup:
         begins: list[int],
         step: Callable[..., None],
     ) -> None:
-        """Step partitions with gradients `grads`; `begins` are their first elements in each of `hosts`."""
+        """Step a partition for each of `grads`. Partition i begins at element `begins[i]` of each tensor in `hosts`."""
 
         def cut(piece: Piece, flat: torch.Tensor) -> torch.Tensor:
             begin = begins[piece.item]
@@ -112,7 +112,7 @@ class HostSubGroup:
 
 
 class _Step:
-    """Steps an optimizer on pieces of a main parameter. The optimizer holds pieces and states only while it steps."""
+    """Steps an optimizer on slices of a flat main parameter. The optimizer holds slices and states only in a step."""
 
     def __init__(
         self, inner: torch.optim.Optimizer, group: dict[str, Any], counts: dict[str, Any], is_first: bool
@@ -121,7 +121,7 @@ class _Step:
         self.counts = counts  # of steps, after this step
 
     def __call__(self, buffers: list[list[torch.Tensor]], grads: list[torch.Tensor]) -> None:
-        """Step each piece; its `buffers` are its main parameter and its moments."""
+        """Step each slice i. `buffers[i]` are its main parameter and moments on the device, `grads[i]` its gradient."""
         inner, group = self.inner, self.group
         on_device = group.get("fused") or group.get("capturable")
         try:
@@ -144,7 +144,7 @@ class _Step:
 
 
 def _copy(value: Any, like: torch.Tensor | None) -> Any:
-    """Copy a count of steps to the device of `like`: each piece's step adds 1 to its own copy."""
+    """Copy `value`, a count of steps, to the device of `like`: the step of each slice adds 1 to a copy of its own."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.clone() if like is None else value.to(like.device, copy=True)

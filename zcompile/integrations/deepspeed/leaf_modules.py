@@ -1,9 +1,9 @@
-"""DeepSpeed's leaf modules, which are the units of an engine that zcompile trains.
+"""DeepSpeed's leaf modules, which zcompile gathers whole at their call, as its own units.
 
 ZeRO-3 gathers all parameters of a leaf module before its forward, and reduces all of their gradients after its
 backward, with zeros for parameters that a rank did not use. A unit does the same, see [Note: units] in units/unit.py.
-They differ for a parameter that no rank used: under `zcompile.shard` it has no gradient. Here it has zeros, as under
-DeepSpeed, whose optimizer then applies weight decay to it.
+Only the gradient of a parameter that no rank used differs. Under `zcompile.shard`, the parameter has no gradient. Here
+its gradient is zeros, as under DeepSpeed, so the optimizer applies weight decay to the parameter.
 """
 
 from torch import nn
@@ -12,7 +12,7 @@ from zcompile.units.find import find_units
 
 
 def leaf_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return path -> leaf module, for leaf modules that have parameters and are inside of no other."""
+    """Return path -> leaf module, for leaf modules that have parameters and are inside of no other leaf module."""
     from deepspeed.utils import z3_leaf_module
 
     return find_units(model, [module for module in model.modules() if z3_leaf_module(module)])
@@ -23,7 +23,7 @@ def unsupported_leaf_module(model: nn.Module) -> str:
     leaves = leaf_modules(model)
     for path, module in leaves.items():
         if type(module).forward is nn.Module.forward:  # as of an nn.ModuleList
-            return f"leaf module '{path}' is a {type(module).__name__}, which has no forward. Set its parent as one"
+            return f"leaf module '{path}' is a {type(module).__name__}, which has no forward. Set its parent instead"
     leaf_of = {below: path for path, leaf in leaves.items() for below in leaf.modules()}
     first: dict[int, tuple[str, str | None]] = {}
     for path, module in model.named_modules():

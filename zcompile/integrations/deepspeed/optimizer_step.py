@@ -1,16 +1,16 @@
 """The step of a ZeRO-3 optimizer, without copies of gradients and main parameters.
 
 DeepSpeed's step spends as much time on copies of gradients as on the optimizer. `LeanStep` keeps each gradient in the
-memory that it was reduced to. An elementwise optimizer (Adam) reads it there, and updates the parameter's view of
-DeepSpeed's flat main parameter and states. The arithmetic is DeepSpeed's, and so are the results, except:
+tensor that its reduce wrote. An elementwise optimizer (Adam) reads the gradient there, and updates the parameter's view
+of DeepSpeed's flat main parameter and states. The results are DeepSpeed's, except:
 
-- On a GPU, the norm may differ in its last bits, because it is summed in fp64 and in another order.
-- A fused Adam divides gradients by the scale itself. DeepSpeed multiplies them by the scale's inverse.
-- A parameter without a gradient in this step has zeros. DeepSpeed uses that of an earlier step in its buffer.
-- With fp32 partitions, an edit of a partition lasts. DeepSpeed overwrites it from its main parameter, which is a copy.
+- On a GPU, the gradient norm may differ in its last bits, because it is summed in fp64 and in another order.
+- A fused Adam divides gradients by the loss scale (and clipping) itself. DeepSpeed multiplies them by the inverse.
+- A parameter without a gradient in this step gets zeros. DeepSpeed uses the gradient of an earlier step in its buffer.
+- With fp32 partitions, a write to a partition lasts. DeepSpeed overwrites the partition from a separate main parameter.
 
-In fp16, the step stays DeepSpeed's, because its check for overflows reads DeepSpeed's buffer. An offloaded optimizer
-reads that buffer, too: its step stays DeepSpeed's unless host_sub_groups.py can step its states on the device.
+In fp16, DeepSpeed's own step runs, because its check for overflows reads the flat buffer of gradients. It also runs
+with an offloaded optimizer, unless host_sub_groups.py can step the offloaded states on the device.
 """
 
 import functools
@@ -31,7 +31,7 @@ from zcompile.integrations.deepspeed.sub_groups import SubGroup, cast_batches
 from zcompile.training.host_link import HostLink, host_link_of
 
 ELEMENTWISE = ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW", "deepspeed.ops.adam.fused_adam.FusedAdam")
-"""Elementwise optimizers. Their state is tensors like the parameter, and counts of steps."""
+"""Optimizers that update each element alone. Their state is tensors of the parameter's shape, and counts of steps."""
 
 
 class LeanStep:
@@ -55,8 +55,8 @@ class LeanStep:
         """
         Args:
             optimizer: a DeepSpeedZeroOptimizer_Stage3.
-            fail: `fail(doing, error)` gives the engine back to DeepSpeed, which calls `remove()`.
-            reduced_squares: sums of squares from the runtimes; None if gradients are added up over microbatches.
+            fail: `fail(doing, error)` calls `remove()`, and lets DeepSpeed train without zcompile from now on.
+            reduced_squares: sums of squares that reduces computed; None if gradients are added up over microbatches.
         """
         self.optimizer = optimizer
         self.fail = fail
@@ -74,9 +74,9 @@ class LeanStep:
 
     @staticmethod
     def is_possible(optimizer: Any) -> bool:
-        """Whether the step can do without DeepSpeed's buffers.
+        """Whether `optimizer` can step without DeepSpeed's gradient buffers.
 
-        DeepSpeed reads them in fp16, to find overflows, and when it steps on the host itself.
+        DeepSpeed reads these buffers to find overflows in fp16, and to step on the host.
         """
         streams = not optimizer.offload_optimizer or can_stream(optimizer, _is_elementwise(optimizer.optimizer))
         return optimizer.dtype != torch.float16 and streams
@@ -89,7 +89,7 @@ class LeanStep:
         return self.cached_gradients
 
     def install(self) -> None:
-        """Free the buffers and replace the methods."""
+        """Free DeepSpeed's gradient buffers, and replace the methods."""
         self.alias_main_parameters()
         self.cached_gradients = Gradients(self.optimizer, self.device)
         replaced: tuple[str, ...] = self.REPLACED
@@ -104,7 +104,7 @@ class LeanStep:
             setattr(self.optimizer, name, functools.partial(self.edit, name))
 
     def remove(self, restore_buffers: bool) -> None:
-        """Restore DeepSpeed's methods and, with `restore_buffers`, its buffers with the gradients of this step."""
+        """Restore DeepSpeed's methods and, with `restore_buffers`, its buffers, filled with this step's gradients."""
         while self.originals:
             self.optimizer.__dict__.pop(self.originals.popitem()[0], None)
         self.reduced_squares = None  # drops its reference to the runtime
@@ -117,7 +117,7 @@ class LeanStep:
     def alias_main_parameters(self) -> None:
         """Let main parameters that are copies of fp32 partitions share the partitions' memory.
 
-        If values differ, those of the main parameter are kept, as in a step. Main parameters on the host stay copies.
+        If values differ, the main parameter's are kept, as in a step. Main parameters on the host stay copies.
         """
         optimizer = self.optimizer
         if self.link is not None:
@@ -141,11 +141,11 @@ class LeanStep:
         grad: torch.Tensor,
         accumulate: Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor] = add,
     ) -> None:
-        """Store or add a reduced gradient.
+        """Store the reduced gradient `grad` of `parameter`, or add it to that of earlier microbatches.
 
         Args:
             grad: [elements of the partition with padding].
-            accumulate: (gradient so far, or None; `grad`) -> their sum.
+            accumulate: function of (gradient accumulated so far, or None; `grad`) that returns their sum.
         """
         optimizer, gradients, ds_id = self.optimizer, self.gradients, parameter.ds_id
         grad = grad.to(optimizer.gradient_accumulation_dtype)
@@ -168,7 +168,7 @@ class LeanStep:
         self.sub_groups, self.current, self.pending = {}, None, []
 
     def square(self, sub_group: int) -> torch.Tensor:
-        """The sum of the squares of a sub-group's gradients, an fp64 scalar."""
+        """Return the sum of squares of the gradients of sub-group `sub_group` on this rank, an fp64 scalar."""
         squares, others = [], []
         for parameter, grad in zip(
             self.optimizer.fp16_groups[sub_group], self.optimizer.averaged_gradients[sub_group], strict=True
@@ -183,10 +183,10 @@ class LeanStep:
         return torch.cat(squares).sum()
 
     def cut(self, sub_group: int) -> SubGroup | HostSubGroup | None:
-        """Cut a sub-group into its parameters; returns None if the optimizer must step it whole.
+        """Return a sub-group that is stepped parameter by parameter; None if it must be stepped as one flat parameter.
 
         Raises:
-            RuntimeError: the optimizer must step it whole, and it lies in host memory.
+            RuntimeError: it must be stepped as one flat parameter, and is in host memory.
         """
         optimizer = self.optimizer
         inner, flat = optimizer.optimizer, optimizer.fp32_partitioned_groups_flat[sub_group]
@@ -196,7 +196,7 @@ class LeanStep:
         scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
         if self.link is not None:
             if step_hooks or scaler:
-                raise RuntimeError("the optimizer's states are offloaded, and it has got hooks of its step or a scaler")
+                raise RuntimeError("an optimizer with offloaded states has got hooks of its step, or a gradient scaler")
             return HostSubGroup(flat, lengths, optimizer.fp16_partitioned_groups_flat[sub_group], self.link)
         if not _is_elementwise(inner) or step_hooks or scaler or not inner.state.get(flat):
             return None
@@ -205,7 +205,7 @@ class LeanStep:
     # --- Replacements of the optimizer's methods, in the order in which a step calls them ---
 
     def get_norm_groups(self) -> list[torch.Tensor]:
-        """The norm of each sub-group, an fp64 scalar on the host; -1 for inf and NaN. It waits for the device."""
+        """Return each sub-group's gradient norm, fp64 on the host; -1 for inf and NaN. Waits for the device."""
         optimizer = self.optimizer
         if optimizer.model_parallel_group is not None:  # DeepSpeed must count parameters that these ranks share once
             return self.originals["_get_norm_groups"]()
@@ -227,9 +227,9 @@ class LeanStep:
         return list(norms)
 
     def prepare_fp32_grad_for_sub_group(self, sub_group: int) -> None:
-        """Take the sub-group's gradients from `averaged_gradients`, over which DeepSpeed's step iterates.
+        """Take the sub-group's gradients out of `averaged_gradients`, DeepSpeed's dict of gradients by sub-group.
 
-        If the optimizer must step the sub-group whole, DeepSpeed concatenates them to a flat gradient.
+        If the sub-group must be stepped as one flat parameter, DeepSpeed concatenates these to a flat gradient.
         """
         optimizer = self.optimizer
         try:
@@ -248,7 +248,7 @@ class LeanStep:
             self.gradients.pop(parameter.ds_id, None)
 
     def unscale_and_clip_grads(self, sub_group: int, total_norm: torch.Tensor | float) -> None:
-        """Compute the scale like DeepSpeed, but on the host. `optimizer_step` applies it to the gradients."""
+        """Compute the divisor of gradients (loss scale and clipping) on the host. `optimizer_step` divides by it."""
         if self.current is None:
             return self.originals["unscale_and_clip_grads"](sub_group, total_norm)
         optimizer = self.optimizer
@@ -258,7 +258,7 @@ class LeanStep:
         self.scale = float(scale)
 
     def optimizer_step(self, sub_group: int) -> None:
-        """Update the sub-group, parameter by parameter if it could be cut."""
+        """Update the sub-group, parameter by parameter if `cut` found this possible."""
         current, gradients = self.current, self.pending
         if current is None:
             return self.originals["_optimizer_step"](sub_group)
@@ -275,34 +275,34 @@ class LeanStep:
             inner.__dict__.pop("grad_scale", None)
 
     def reassign_or_swap_out_partitioned_parameters(self, sub_group: int) -> None:
-        """Let parameters have views of the partitions again, which the step with offload has written already."""
+        """Give parameters views of the partitions on the device again. `HostSubGroup` has written new values there."""
         self.optimizer._unflatten_partitioned_parameters(sub_group)
 
     # --- Replacements of methods that users call between steps ---
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Also drop the gradients. A step that has begun has its own in `averaged_gradients`."""
+        """Call DeepSpeed's method, and drop the gradients. A running step has its own in `averaged_gradients`."""
         self.originals["zero_grad"](*args, **kwargs)
         if self.cached_gradients is not None:
             self.cached_gradients.clear()
 
     def edit(self, name: str, value: torch.Tensor, parameter: ZeroParameter) -> None:
-        """Also increment the gradient's version, because DeepSpeed's methods in `EDITING` write without doing so."""
+        """Call DeepSpeed's method `name`, and increment the gradient's version, which such a method does not do."""
         self.originals[name](value, parameter)
         if self.cached_gradients is not None and parameter.requires_grad:
             torch.autograd.graph.increment_version(self.cached_gradients[parameter.ds_id])
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Restore DeepSpeed's buffers first, which it then offloads."""
+        """Restore DeepSpeed's gradient buffers, and then call its method, which offloads them."""
         if self.cached_gradients is not None:
             self.offloaded = set(self.cached_gradients)
             self.restore_buffers()
         self.originals["offload_states"](*args, **kwargs)
 
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Free the reloaded buffers again, and keep the gradients that were offloaded.
+        """Call DeepSpeed's method, and free the gradient buffers that it reloads, but keep the gradients.
 
-        Reloaded main parameters are copies, so they are made to share the partitions' memory again.
+        Main parameters that it reloads are copies, so they are made to share the partitions' memory again.
         """
         self.originals["reload_states"](*args, **kwargs)
         if self.cached_gradients is None:

@@ -1,7 +1,7 @@
-"""One ZeRO-3 parameter as a sharded parameter.
+"""Makes a ZeRO-3 parameter of DeepSpeed a sharded parameter of zcompile.
 
-DeepSpeed keeps a flat partition of every parameter in `parameter.ds_tensor` and leaves `parameter.data` empty. A
-`Partition` has a leaf over the partition's memory, which graphs gather, and passes the leaf's reduced gradient on.
+DeepSpeed keeps a rank's flat partition of every parameter in `parameter.ds_tensor`, and leaves `parameter.data` empty.
+A `Partition` has a leaf (plain tensor) over the partition's memory. Graphs gather the leaf, and reduce its gradient.
 """
 
 import weakref
@@ -20,12 +20,12 @@ from zcompile.state.sharded_model import ShardedModel
 from zcompile.state.sharded_parameter import ShardedParameter
 
 ZeroParameter: TypeAlias = Any
-"""An `nn.Parameter` with what ZeRO-3 puts on it: `ds_id`, `ds_tensor`, `ds_numel`, `ds_shape` and other attributes."""
+"""An `nn.Parameter` with attributes that ZeRO-3 sets, such as `ds_id`, `ds_tensor`, `ds_numel` and `ds_shape`."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Partition(ShardedParameter):
-    """One ZeRO-3 parameter. Its leaf is over this rank's partition; `accept` is called with its reduced gradients."""
+    """One ZeRO-3 parameter, with a leaf (plain tensor) over this rank's partition. `accept` gets reduced gradients."""
 
     parameter: ZeroParameter
     rank: int
@@ -33,11 +33,11 @@ class Partition(ShardedParameter):
     zeros_if_unused = True  # as in leaf modules, see leaf_modules.py
 
     def local(self) -> torch.Tensor:
-        """This rank's partition, [elements without padding]."""
+        """Return this rank's partition, [elements without padding]."""
         return _without_padding(self.parameter, self.rank)
 
     def main_params(self) -> list[torch.Tensor]:
-        """Tensors through which users may write to the partition."""
+        """Return the tensors through which users may write to the partition."""
         return [self.parameter.ds_tensor]
 
     def moved(self) -> bool:
@@ -59,12 +59,12 @@ def add_partition(
     accept: Callable[[Partition, torch.Tensor], None],
     in_int8: bool = False,
 ) -> Partition:
-    """Make `parameter` one of `state`, with a leaf over this rank's partition.
+    """Add `parameter` to `state` and its runtime, with a leaf (plain tensor) over this rank's partition.
 
     Args:
         owner: the module that reads the parameter, and the name of its attribute.
         accept: called with the partition and each reduced gradient of it, [elements without padding].
-        in_int8: whether to gather it in int8 unless it is a vector; see [Note: int8 gathers] in state/int8_gather.py.
+        in_int8: whether gathers send int8, unless it is a vector; see [Note: int8 gathers] in state/int8_gather.py.
     """
     rank, shape = state.groups.rank, tuple(parameter.ds_shape)
     leaf = nn.Parameter(_without_padding(parameter, rank), requires_grad=parameter.requires_grad)
@@ -94,7 +94,7 @@ def add_partition(
 
 
 def partition_grads(optimizer: Any, parameter: ZeroParameter, grad: torch.Tensor) -> None:
-    """Let DeepSpeed copy or add a reduced gradient, [elements of the partition with padding], to its buffer."""
+    """Let DeepSpeed copy or add `grad`, reduced, [elements of the partition with padding], to its flat buffer."""
     if not grad.is_cuda:
         optimizer.partition_grads([parameter], [grad])
         return

@@ -13,10 +13,10 @@ from torch import nn
 
 
 class SubGroup:
-    """A flat main parameter and its optimizer state, with a view [elements of a partition] for each parameter."""
+    """A flat main parameter and its optimizer state, with views [elements of a partition] for each parameter in it."""
 
     def __init__(self, flat: nn.Parameter, state: dict[str, Any], lengths: list[int]):
-        """`flat` is the main parameter, [sum of `lengths`]; `lengths` are elements of each partition, in order."""
+        """`flat` is the main parameter, [sum of `lengths`]. `lengths`: elements in the partition of each parameter."""
         self.flat = flat
         self.state = state
         self.numbers = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
@@ -39,7 +39,7 @@ class SubGroup:
         """Step with the gradients in `batches`.
 
         Args:
-            inner: the optimizer that DeepSpeed's wraps. It holds the views and their states only while it steps, so
+            inner: the optimizer inside of DeepSpeed's. It holds the views and their states only while it steps, so
                 checkpoints have the flat states, and no view keeps a state that loading or offloading has replaced.
             param_group: index in `inner.param_groups` of the group that the sub-group belongs to.
             batches: lists of gradients, in the order of the parameters; `inner` steps once for each list.

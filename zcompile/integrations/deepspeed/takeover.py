@@ -13,9 +13,9 @@ DeepSpeed's: loss scaling, clipping, accumulation, the order of the step, checkp
 
 [Note: what may fail]
 A failure must not end a training run that eager ZeRO-3 can continue. If taking over, compiling, or a forward before the
-first gradient fails, zcompile gives the engine back. It also does so at the next forward after a program puts a hook on
-a parameter, because the hook expects the whole gradient before it is reduced, which compiled code does not make. A
-later forward gives the engine back only if the compiler raises; other errors are the user's own, or a lack of memory.
+first gradient fails, zcompile gives the engine back. After the first gradient, a forward gives it back only if the
+compiler raises; other errors are raised, because they are the user's own, or a lack of memory. If a program puts a hook
+on a parameter, the next forward gives the engine back: the hook expects the unsharded gradient before it is reduced.
 An error in a backward is raised, because only the caller can compute the loss again. A step that fails before the
 optimizer has begun gives the engine back, and DeepSpeed does that step. Ranks are expected to fail alike: if only one
 fails, the others wait until the timeout.
@@ -67,7 +67,7 @@ class Takeover:
     REPLACED = ("compile", "forward", "step", "destroy")  # methods of the engine that this class replaces
 
     def __init__(self, engine: Any, options: Mapping[str, Any]):
-        """`engine` is a DeepSpeedEngine with ZeRO-3; `options` are the backend's options, and "artifact"."""
+        """`engine` is a DeepSpeedEngine with ZeRO-3; `options` is a result of `config.options_of`."""
         self.engine = engine
         self.original = type(engine)  # has DeepSpeed's own methods
         self.options = {name: value for name, value in options.items() if name != "artifact"}
@@ -129,7 +129,7 @@ class Takeover:
             return self.original.forward(self.engine, *inputs, **kwargs)
 
     def cache_across_microbatches(self, state: ShardedModel) -> None:
-        """Keep up to `microbatch_cache_bytes` of unsharded parameters from the step's first microbatch to its last."""
+        """Keep up to `microbatch_cache_bytes` bytes of parameters unsharded until the step's last microbatch."""
         engine, microbatch_cache_bytes = self.engine, self.options.get("microbatch_cache_bytes")
         if not microbatch_cache_bytes or engine.gradient_accumulation_steps() == 1:
             return
@@ -142,7 +142,7 @@ class Takeover:
             begin_accumulating(state, microbatch_cache_bytes)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Replaces `DeepSpeedEngine.step`. If the optimizer steps, frees the parameters cached across microbatches.
+        """Replaces `DeepSpeedEngine.step`. If the optimizer steps, frees parameters kept unsharded across microbatches.
 
         Raises:
             RuntimeError: ranks started different gathers and reduces, so the step would use wrong gradients.
@@ -172,7 +172,7 @@ class Takeover:
     # --- Taking over and giving back ---
 
     def take_over(self) -> None:
-        """Take the engine over: gather from its partitions from now on. A collective call."""
+        """Gather and reduce for the engine from now on, in place of DeepSpeed. A collective call."""
         optimizer, reason = self.engine.optimizer, unsupported(self.engine)
         if getattr(optimizer, "dp_process_group", None) is None:  # an optimizer of another class, on all ranks
             raise RuntimeError(reason)
@@ -204,7 +204,7 @@ class Takeover:
             log.warning("zcompile: in the DeepSpeed config, %s", ignored)
 
     def shard_engine(self, state: ShardedModel) -> None:
-        """Add the engine's partitions to `state`, and make leaf modules its units; a collective call."""
+        """Add the engine's partitions to `state`, and make leaf modules units (gathered whole). A collective call."""
         model, mesh = self.engine.module, state.mesh
         leaves = leaf_modules(model) if mesh.size() > 1 else {}
         if leaves:
@@ -232,13 +232,13 @@ class Takeover:
             return
         ranks_of = torch.distributed.get_process_group_ranks
         if ranks_of(parameter.ds_process_group) != ranks_of(self.engine.optimizer.dp_process_group):
-            raise RuntimeError(f"parameter '{name}' is partitioned over other ranks than the model, as experts are")
+            raise RuntimeError(f"parameter '{name}' and the model are partitioned over different ranks, as experts are")
         self.partitions[parameter.ds_id] = add_partition(
             state, name, parameter, (module, attribute), self.accept, self.in_int8
         )
 
     def compile_modules(self, compile_kwargs: Mapping[str, Any]) -> None:
-        """Compile the regions that were compiled with another backend before; if there are none, the whole module.
+        """Compile the modules that the program compiled with another backend; if there are none, the whole model.
 
         `compile_kwargs` are arguments of `torch.compile`; its "backend" and "options" are ignored.
         """
@@ -268,13 +268,13 @@ class Takeover:
 
     @torch.no_grad()
     def accept(self, partition: Partition, grad: torch.Tensor) -> None:
-        """Let the optimizer store or add a reduced gradient, [elements of the partition without padding]."""
+        """Let the optimizer store or accumulate `grad`, reduced, [elements of the partition without padding]."""
         parameter, optimizer = partition.parameter, self.engine.optimizer
         if parameter.ds_id not in self.trained:
             return
         if getattr(optimizer, "_coalesce_grad_reduction", False):
             raise RuntimeError(
-                "zcompile: engine.coalesce_grad_reduction() is not supported; use gradient accumulation steps."
+                "zcompile: engine.coalesce_grad_reduction() is not supported: set gradient_accumulation_steps instead."
             )
         padding = parameter.partition_numel() - grad.numel()
         if padding > 0:
@@ -289,7 +289,7 @@ class Takeover:
             partition.let_reduce_add_to(self.lean_step.gradients[parameter.ds_id])
 
     def give_back(self, reason: str, restore: bool = True) -> None:
-        """Let DeepSpeed gather and reduce again. `restore` its hooks and buffers, unless it is destroyed."""
+        """Let DeepSpeed gather and reduce again. `restore` its hooks and buffers, unless the engine is destroyed."""
         if self.given_back:
             return
         self.given_back = reason
@@ -313,9 +313,9 @@ class Takeover:
 
 @contextlib.contextmanager
 def _without_deepspeeds_attributes(model: nn.Module) -> Iterator[None]:
-    """Context manager: remove the methods and local classes that DeepSpeed stored on modules for its hooks.
+    """Context manager without the methods and local classes that DeepSpeed stored on modules for its hooks.
 
-    While an artifact is made, torch saves guards on modules, and can pickle neither. No forward reads them."""
+    For an artifact (compiled code in a file), torch pickles guards on modules, but not these. No forward reads them."""
     taken: list[tuple[nn.Module, str, Any]] = []
     for module in model.modules():
         for name, value in list(module.__dict__.items()):
@@ -345,7 +345,7 @@ def unsupported(engine: Any) -> str:
 def _let_timer_synchronize(engine: Any, synchronize: bool) -> None:
     """Set whether DeepSpeed's throughput timer synchronises with the device, twice a step, unless the config sets it.
 
-    Each step waits for the norm of the gradients anyway, so the timer measures correctly without.
+    Each step waits for the norm of the gradients anyway, so the timer need not synchronise to be right.
     """
     timer, config = engine.tput_timer, engine._config
     if "synchronized" not in config._param_dict.get("timers", {}).get("throughput", {}):

@@ -1,12 +1,12 @@
-"""accelerate, Trainer and TRL with models that zcompile shards: each class replaces the library's class of its name.
+"""Classes in place of those of accelerate, transformers and TRL with the same names, for models that zcompile shards.
 
-A class, and the library that it needs, is imported at its first use.
+A class, and the library that it needs, is imported at the first use of the class.
 
 [Note: accelerate's FSDP2 mode]
 accelerate has no interface for other ways to shard. But its code for FSDP2 works for every model of DTensors:
-checkpoints by `torch.distributed.checkpoint`, a whole state dict on rank 0. So `Accelerator` reports that mode, and
-overrides the methods that would call methods of FSDP2's modules: `prepare` and `no_sync`. Trainer reads the mode from
-the accelerator. accelerate has the mode on GPUs only; `Accelerator` has it on CPUs, too.
+checkpoints by `torch.distributed.checkpoint`, a whole state dict on rank 0. So zcompile's `Accelerator` reports FSDP2
+as its mode, and overrides the methods that would call methods of FSDP2's modules: `prepare` and `no_sync`. Trainer
+reads the mode from the accelerator. accelerate has it on GPUs only; zcompile's `Accelerator` has it on CPUs, too.
 
 docs/private-apis.md lists the private names of the three libraries that are used here.
 """

@@ -24,9 +24,9 @@ from zcompile.training.clip import clip_grad_norm_
 class Accelerator(accelerate.Accelerator):
     """`accelerate.Accelerator` whose `prepare` shards models over all ranks with `zcompile.shard`.
 
-    It takes the same arguments, and also `dynamo_backend="zcompile"`, or a `CompilePlugin` with options of that
-    backend. A model that `zcompile.shard` has sharded before, with options of its own, stays as it is.
-    `save_state` writes one part per rank, which any number of ranks can load.
+    Takes accelerate's arguments, and also `dynamo_backend="zcompile"`, or a `CompilePlugin` with options of that
+    backend. A model that the program has sharded by `zcompile.shard` before stays as it is.
+    `save_state` writes one shard per rank, which any number of ranks can load.
 
     Raises:
         ValueError: arguments ask for another way to shard (FSDP, DeepSpeed, Megatron-LM), `parallelism_config`, fp16,
@@ -50,7 +50,7 @@ class Accelerator(accelerate.Accelerator):
 
     @staticmethod
     def adopt(accelerator: accelerate.Accelerator, plugin: CompilePlugin) -> "Accelerator":
-        """Change the class of accelerate's `accelerator`, which has prepared nothing yet, to this class."""
+        """Change the class of accelerate's `accelerator`, which has prepared nothing yet, to zcompile's. Return it."""
         accelerator.__class__ = Accelerator
         adopted = cast(Accelerator, accelerator)
         adopted.state.dynamo_plugin = plugin
@@ -66,7 +66,7 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """FSDP, unless DeepSpeed or Megatron-LM is set; see [Note: accelerate's FSDP2 mode]."""
+        """FSDP for accelerate's code, unless DeepSpeed or Megatron-LM is set; see [Note: accelerate's FSDP2 mode]."""
         kind = self.state.distributed_type
         return kind if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) else DistributedType.FSDP
 
@@ -107,7 +107,7 @@ class Accelerator(accelerate.Accelerator):
     ) -> nn.Module:
         """Shard `model` unless it is sharded; accelerate then applies mixed precision and `torch.compile`.
 
-        With `evaluation_mode`, sharding is left out: the model stays whole on each rank, or sharded.
+        With `evaluation_mode`, this does not shard the model: it stays as it is, whole on each rank or sharded.
         """
         if not evaluation_mode:
             shard_once(model)
@@ -116,7 +116,7 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """Prepare as accelerate does.
+        """Prepare `optimizer` as accelerate does.
 
         Raises:
             ValueError: `optimizer` holds no parameter of the models that were prepared.
@@ -126,7 +126,7 @@ class Accelerator(accelerate.Accelerator):
         if trained and held and not any(id(parameter) in trained for parameter in held):
             raise ValueError(
                 f"zcompile: {type(optimizer).__name__} holds no parameter of the models that were prepared "
-                f"(rank {self.process_index}); its first one is of shape {tuple(held[0].shape)}. It was built of "
+                f"(rank {self.process_index}); its first one has shape {tuple(held[0].shape)}. It was built of "
                 "parameters that sharding has replaced. Build it after zcompile.shard, or pass model and optimizer "
                 "to one call of prepare."
             )
@@ -134,9 +134,9 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Keep gathered parameters unsharded until the step's last microbatch; wraps each microbatch but the last.
+        """Context manager around each microbatch but the last: keeps parameters unsharded until the last one ends.
 
-        Gradients are reduced in each microbatch, so each rank holds only its shards of them. `accumulate` calls this.
+        `accumulate` calls it. Each microbatch reduces gradients, so that a rank holds only its shards of gradients.
         """
         if is_sharded(model):
             state = state_of(model)
@@ -148,7 +148,7 @@ class Accelerator(accelerate.Accelerator):
         yield
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run accelerate's; after the last microbatch, free the unsharded parameters that were kept."""
+        """Run accelerate's `backward`. After the last microbatch, free the unsharded parameters that `no_sync` kept."""
         super().backward(loss, **kwargs)
         if self.sync_gradients:
             self._end_caching()
@@ -167,7 +167,7 @@ class Accelerator(accelerate.Accelerator):
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Run accelerate's, and free unsharded parameters that were kept."""
+        """Run accelerate's `free_memory`, and free the unsharded parameters that `no_sync` kept."""
         self._end_caching()
         return super().free_memory(*objects)
 
@@ -177,7 +177,7 @@ def shard_once(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
 
     Raises:
         ValueError: an optimizer has taken steps with a parameter of `model`.
-        RuntimeError: something else has sharded parameters of `model`; or see `zcompile.shard`.
+        RuntimeError: other code has sharded parameters of `model`; or an error of `zcompile.shard`.
     """
     if is_sharded(model):
         return
@@ -186,9 +186,9 @@ def shard_once(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
     foreign = next((name for name, each in inner.named_parameters() if isinstance(each, DTensor)), None)
     if foreign is not None:
         raise RuntimeError(
-            f"zcompile: parameter '{foreign}' is a DTensor already (rank {dist.get_rank()}), so something "
-            "else has sharded the model. Pass the model unsharded, or call zcompile.shard(model, mesh) before prepare, "
-            "with the mesh dimensions that the other sharding does not use."
+            f"zcompile: parameter '{foreign}' is a DTensor already (rank {dist.get_rank()}), so other code "
+            "has sharded the model. Pass the model unsharded, or call zcompile.shard(model, mesh) before prepare, "
+            "with the mesh dimensions that the DTensor does not use."
         )
     places = _places_in(optimizers, names)
     held = {name: params[i] for params, i, name in places}
@@ -203,7 +203,7 @@ def shard_once(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
 
 
 def _places_in(optimizers: Iterable[Optimizer], names: dict[int, str]) -> list[tuple[list[torch.Tensor], int, str]]:
-    """Find each parameter in `names` (id -> name) that an optimizer holds: its list, index in the list, and name."""
+    """Return (list, index in it, name) of each parameter in `names` (id -> name) that a list of an optimizer holds."""
     places = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -11,9 +11,9 @@ BACKEND = "zcompile"
 
 
 class ShardedPlugin(FullyShardedDataParallelPlugin):
-    """accelerate's FSDP2 plugin. Only `state_dict_type` has an effect: how `save_state` writes shards.
+    """accelerate's FSDP2 plugin. Only `state_dict_type` has an effect: the format in which `save_state` writes models.
 
-    All other fields have fixed values, so that none is read from the environment: zcompile shards, and not FSDP2.
+    Other fields have fixed values, so that accelerate reads none from the environment. zcompile shards, and not FSDP2.
     """
 
     def __init__(self, state_dict_type: str = "SHARDED_STATE_DICT") -> None:
@@ -33,13 +33,13 @@ class CompilePlugin(TorchDynamoPlugin):
 
     Args:
         backend: "zcompile", "no", or None for the environment variable ACCELERATE_DYNAMO_BACKEND.
-        mode: an Inductor mode.
+        mode: a mode of Inductor, as in `torch.compile`.
         options: options of zcompile's backend.
         fullgraph: whether a graph break is an error.
         dynamic: as in `torch.compile`.
 
     Raises:
-        ValueError: another backend, or `mode` beside `options`.
+        ValueError: another backend, or both `mode` and `options`.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class CompilePlugin(TorchDynamoPlugin):
             raise ValueError("zcompile: pass either a mode or options to CompilePlugin.")
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The arguments of `torch.compile`."""
+        """Return the arguments of `torch.compile`."""
         kwargs = {"fullgraph": self.fullgraph, "dynamic": self.dynamic, "mode": self.mode, "options": self.options}
         return {"backend": BACKEND} | {name: value for name, value in kwargs.items() if value is not None}
 
@@ -106,7 +106,7 @@ def refuse_settings(accelerator: Accelerator) -> None:
     if accelerator.parallelism_config is not None:
         raise ValueError(
             f"zcompile: parallelism_config is not supported {rank}. Shard the model yourself over a mesh, "
-            "zcompile.shard(model, mesh), and leave it out."
+            "zcompile.shard(model, mesh), and leave parallelism_config out."
         )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(
@@ -115,7 +115,7 @@ def refuse_settings(accelerator: Accelerator) -> None:
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if world != accelerator.num_processes:
         raise ValueError(
-            f"zcompile: {world} ranks were started, and accelerate counts {accelerator.num_processes} "
-            f"{rank}. On CPUs, say so: Accelerator(cpu=True), TrainingArguments(use_cpu=True) or `accelerate launch "
+            f"zcompile: {world} ranks were started, but accelerate counts {accelerator.num_processes} "
+            f"{rank}. On CPUs, pass Accelerator(cpu=True), TrainingArguments(use_cpu=True) or `accelerate launch "
             "--cpu`."
         )

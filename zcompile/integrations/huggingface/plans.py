@@ -25,7 +25,7 @@ def distribute(model: PreTrainedModel, distributed_config: DistributedConfig, **
 
     This is `from_pretrained(..., distributed_config=...)` with zcompile in place of FSDP2: dense layers are sharded
     over "fsdp", experts over "efsdp", and gradients are means over the `dp_replicate_size * fsdp_size` batches. Ranks
-    of one "tp" group train on the same batch. Each rank keeps its slice of its own values, as with `zcompile.shard`.
+    of one "tp" group train on the same batch. Each rank keeps its slice of its initial values, as in `zcompile.shard`.
     The model may be on the meta device.
 
     Args:
@@ -81,7 +81,7 @@ def _plans(model: PreTrainedModel, config: DistributedConfig) -> tuple[dict[str,
 
 
 def _local_parts(model: nn.Module, plan: dict[str, str]) -> set[str]:
-    """Names of parameters whose module computes with their local tensors in training."""
+    """Return the names of parameters whose module computes with local tensors, not with DTensors, in training."""
     modules = dict(model.named_modules())
     names = set()
     with torch.enable_grad():
@@ -92,7 +92,7 @@ def _local_parts(model: nn.Module, plan: dict[str, str]) -> set[str]:
 
 
 def _mesh_of(meshes: TransformersDeviceMesh, config: DistributedConfig, name: str) -> Any:
-    """The mesh "fsdp" or "efsdp"; 2-D, with the replicas first, if there are several replicas."""
+    """Return the mesh `name`, "fsdp" or "efsdp"; if there are replicas, the 2-D mesh (replicas x `name`)."""
     return meshes.get_mesh(name if config.dp_replicate_size == 1 else ("dp_replicate", name))
 
 
@@ -104,7 +104,7 @@ def _placements(
     partial: set[str],
     local: set[str],
 ) -> Any:
-    """Make the `shard_placement_fn`. Gradients of `partial` are summed over "tp", too, so these are sharded over it."""
+    """Return the `shard_placement_fn`. It shards `partial` over "tp", too, so their gradients are summed over it."""
     every = meshes.get_mesh(("fsdp", "tp"))._flatten("fsdp_tp") if partial else None
     if every is not None and config.dp_replicate_size != 1:
         every = meshes.get_mesh(("dp_replicate", "fsdp_tp"))

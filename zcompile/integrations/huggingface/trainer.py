@@ -19,9 +19,9 @@ else:
 class TrainerMixin(_Base):
     """Lets a subclass of `transformers.Trainer` shard its model with zcompile: `class Mine(TrainerMixin, Theirs)`.
 
-    The model is sharded when training or evaluation begins. One that `zcompile.shard` has sharded before, with options
-    of its own, stays as it is. `TrainingArguments(torch_compile=True, torch_compile_backend="zcompile")` compiles it.
-    Checkpoints hold one part per rank, which any number of ranks can load, and the whole model in Hugging Face's
+    The model is sharded when training or evaluation begins. A model that the program has sharded by `zcompile.shard`
+    before stays as it is. `TrainingArguments(torch_compile=True, torch_compile_backend="zcompile")` compiles it.
+    Checkpoints hold one shard per rank, which any number of ranks can load, and the unsharded model in Hugging Face's
     format, which rank 0 writes.
 
     Raises:
@@ -30,7 +30,7 @@ class TrainerMixin(_Base):
     """
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Run Trainer's, then exchange its accelerator for one that shards."""
+        """Run Trainer's method, then replace its accelerator by one that shards."""
         args = self.args
         _refuse_arguments(args)
         plugin = CompilePlugin(args.torch_compile_backend or "no", args.torch_compile_mode)
@@ -43,7 +43,7 @@ class TrainerMixin(_Base):
         self.is_fsdp_enabled = True
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Run Trainer's, after a check of the checkpoint.
+        """Run Trainer's `train`, after a check of the checkpoint.
 
         Raises:
             ValueError: neither a trainer of zcompile nor FSDP2 wrote the checkpoint.
@@ -53,12 +53,12 @@ class TrainerMixin(_Base):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Run Trainer's, after sharding a model that is not sharded yet."""
+        """Run Trainer's method, after sharding a model that is not sharded yet."""
         shard_once(cast(nn.Module, self.model))
         return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model in Hugging Face's format, on rank 0; a collective call."""
+        """Let rank 0 write the unsharded model in Hugging Face's format. A collective call."""
         plugin = self.accelerator.state.fsdp_plugin
         state_dict_type = plugin.state_dict_type
         plugin.set_state_dict_type("FULL_STATE_DICT")
@@ -103,6 +103,6 @@ def _check_checkpoint(checkpoint: str | bool, output_dir: str | None) -> None:
     written = ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin")
     if not any(os.path.exists(os.path.join(folder, name)) for name in written):
         raise ValueError(
-            f"zcompile: {folder} has no pytorch_model_fsdp_0, so no trainer of zcompile or of FSDP2 wrote "
-            "it, or one with save_only_model. To begin from its weights, load the model with from_pretrained."
+            f"zcompile: {folder} has no pytorch_model_fsdp_0: a trainer without zcompile and FSDP2 wrote it, "
+            "or one with save_only_model. To begin from its weights, load the model with from_pretrained."
         )
