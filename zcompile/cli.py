@@ -30,7 +30,7 @@ def _width() -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of a subcommand. It reports bad input as one line on stderr and exits with code 2."""
+    """The parser of a subcommand. Reports bad input as one line on stderr, and exits with code 2."""
 
     def __init__(self, name: str, command: "Command") -> None:
         about = textwrap.fill(f"{command.about} {command.when}", _width())
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         command.add_options(self)
 
     def error(self, message: str) -> NoReturn:
-        """Exit with `message` alone, because the long usage text would hide it."""
+        """Print `message` without the long usage text, which would hide it, and exit with code 2."""
         self.exit(2, f"{self.prog}: {message}\n")
 
 
@@ -56,9 +56,9 @@ def positive(text: str) -> int:
 
 
 def dimension(text: str) -> int:
-    """Parse the number of a dimension, from 0, for `type=` of an argument."""
+    """Parse the index of a tensor dimension, at least 0, for `type=` of an argument."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"takes the number of a dimension, from 0, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be the index of a dimension, at least 0, not {text!r}")
     return int(text)
 
 
@@ -68,7 +68,7 @@ def steps(text: str) -> list[int]:
 
 
 def mesh(text: str) -> dict[str, int]:
-    """Parse sizes of dimensions, such as dp=4,tp=2, for `type=` of an argument."""
+    """Parse sizes of mesh dimensions, such as dp=4,tp=2, for `type=` of an argument."""
     pairs = [each.partition("=") for each in text.split(",")]
     are_sizes = all(name.isidentifier() and value.isdecimal() and int(value) for name, _, value in pairs)
     if not are_sizes or len({name for name, *_ in pairs}) < len(pairs):
@@ -85,7 +85,7 @@ def size(text: str) -> int:
 
 
 def require(program: str, extra: str, *packages: str) -> None:
-    """Exit with code 2 and one line on stderr if one of `packages`, from the extra `extra`, is not installed."""
+    """Exit with code 2 and one line on stderr if a package of `packages` (pip extra `extra`) is not installed."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         print(f"{program} needs {', '.join(missing)}: pip install 'zcompile[{extra}]'", file=sys.stderr)

@@ -1,6 +1,6 @@
-"""Options of the backend (`Settings`, one frozen object per compile), and the `Plan` that passes get.
+"""`Settings`, the options of the backend "zcompile" (one frozen object per compile), and `Plan`, the input of passes.
 
-`zcompile.compiler.backend.parse_options` checks Inductor's own settings, the option `inductor`.
+`zcompile.compiler.backend.parse_options` checks the values of the option `inductor`, which are Inductor's settings.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ TRAINABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TRANSPORTS = ("auto", "p2p", "nccl", "gloo")
 
 # Passes that `options={"skip_passes": [...]}` may name. Every graph needs the other passes: they make one gather and
-# one reduce per parameter, start them and wait for them, and keep unsharded parameters from being saved by accident.
+# one reduce per parameter, start them and wait for them, and keep forward from saving unsharded parameters by accident.
 OPTIONAL_PASSES = (
     "narrow_gathers",
     "narrow_reduces",
@@ -52,10 +52,10 @@ class MemoryLimit:
     """The memory that a rank may use while a graph runs.
 
     Attributes:
-        nbytes: all bytes.
-        state_bytes: the part of `nbytes` for shards, moments and staging, which live as long as the model.
-        share: share of the model's parameters that the graph reads, 0 to 1. The graphs that read the others are assumed
-            to save activations in the same proportion.
+        nbytes: most bytes of the rank's tensors, in all.
+        state_bytes: the part of `nbytes` for shards, their gradients and moments, and staging buffers.
+        share: share of the model's parameters that the graph reads, 0 to 1. The model's other graphs are assumed to
+            save as many bytes of activations for each parameter.
         shards: indices of the Dynamo graph's inputs that are shards, or parameters that eager code has gathered.
     """
 
@@ -67,7 +67,7 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class Plan:
-    """The configuration of the passes. It decides a plan together with the graph."""
+    """The configuration of the compiler passes. From it and a graph, passes decide when transfers start and end."""
 
     link: Link  # the machine, the transport and the number of ranks; the same on all ranks
     # The options of these names, with defaults filled in; see `Settings`.
@@ -99,11 +99,11 @@ class Settings:
 
     transport: str = "auto"
     """The transport of parameters and gradients: "p2p" (copy engines between GPUs of one NVLink domain), "nccl",
-    "gloo", or "auto", which takes the transport that is faster by measurement. `zcompile.stats(model)` says which one
+    "gloo", or "auto", which takes the transport that was faster when measured. `zcompile.stats(model)` says which one
     is used, and why."""
 
     gather_budget_bytes: int | None = None
-    """Most bytes of unsharded parameters that live at once in a compiled graph, without the inputs of the op that reads
+    """Most bytes of unsharded parameters that live at once in a compiled graph, besides the inputs of the op that reads
     most of them. A plan starts each gather as late as compute can still hide it, so it seldom reaches this limit. Under
     a small budget, a parameter that is read again much later is gathered again. Default: a sixteenth of a rank's
     memory. A rank's memory is the total memory of its GPU (for CPU ranks, of the host) divided by the number of ranks
@@ -111,7 +111,7 @@ class Settings:
     differs from run to run: plans would differ too, and not be found in caches."""
 
     reduce_budget_bytes: int | None = None
-    """Most bytes of gradients whose reduce has started and has not been waited for. One reduce is always allowed.
+    """Most bytes of gradients whose reduces are in flight: started, but not waited for. One reduce is always allowed.
     Default: 256 MiB or, if that is more, twice the bytes on the wire of the largest gradient that the graph reduces, so
     that the reduce of a layer's experts overlaps the computation of the next gradient."""
 
@@ -126,8 +126,8 @@ class Settings:
     rematerialize: bool = True
     """Recompute the results of pointwise kernels, such as the output of a norm that a matmul reads, in backward, from
     tensors that are saved anyway, instead of saving the results too. This saves a third of the memory that a Llama
-    block keeps for backward, and costs up to 1 % of a step (docs/lab/measurements.md). False: recompute only results
-    that backward need not write, as torch.compile does by default."""
+    block keeps for backward, and costs up to 1 % of a step's time (docs/lab/measurements.md). False: recompute only
+    results that backward need not write to memory, as torch.compile does by default."""
 
     activation_memory_budget: float | None = None
     """The share of activations that forward saves for backward, from 1.0 (all that torch.compile would save) to 0.0
@@ -146,9 +146,9 @@ class Settings:
     models, graphs without backward, the memory of CUDA graphs, a microbatch cache, the step of an optimizer that is not
     fused, and gradients of earlier microbatches outside of `zcompile.accumulate`. If several graphs share a model
     (graph breaks, layers compiled one by one), each may save activations in proportion to the parameters that it reads.
-    Ranks that compile the same graph together for inputs of different sizes agree on a choice, except over "p2p", and
-    except if sizes change the blocks. A rank that later compiles alone may choose differently; ranks then get an error,
-    not a hang. Compile for the largest inputs first, or pad to equal sizes. The default of `gather_budget_bytes`
+    Ranks that compile the same graph together for inputs of different sizes agree on a choice, except over "p2p", or
+    if their sizes give different blocks. A rank that later compiles alone may choose differently; ranks then get an
+    error, not a hang. Compile for the largest inputs first, or pad to equal sizes. The default of `gather_budget_bytes`
     becomes a sixteenth of the limit, and that of `microbatch_cache_bytes` becomes 0."""
 
     bucket_bytes: int = 8 << 20
@@ -169,7 +169,7 @@ class Settings:
     "CUDA graphs" in the guide, and `zcompile.stats(model)["cuda_graphs"]`."""
 
     skip_passes: Sequence[str] = ()
-    """Passes to leave out, from `zcompile.options.OPTIONAL_PASSES`, to find out the effect of a pass. Numbers stay the
+    """Passes to leave out, from `zcompile.options.OPTIONAL_PASSES`, to measure the effect of a pass. Results stay the
     same, except without `embedding_rows` on a GPU (see docs/passes.md)."""
 
     @classmethod
@@ -230,7 +230,7 @@ class Settings:
         """Return the configuration of the passes, without `Plan.memory_limit`.
 
         Args:
-            memory_bytes: memory of a rank, see `zcompile.calibration.machine.Machine`.
+            memory_bytes: the least memory of a rank, see `zcompile.calibration.machine.Machine`.
         """
         budget, activations = self.gather_budget_bytes, self.activation_memory_budget
         if self.memory_limit is not None:

@@ -9,7 +9,7 @@ from zcompile import _C
 
 @functools.cache
 def source_hash() -> str:
-    """Return the SHA-256 of all Python files, with passes: equal on hosts that built the extension separately."""
+    """Return the SHA-256 of zcompile's Python files: equal on hosts that built the C++ extension separately."""
     root = Path(__file__).parent
     sources = {path.resolve() for folder in (root, root / "passes") for path in folder.rglob("*.py")}
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources))).hexdigest()
@@ -17,6 +17,6 @@ def source_hash() -> str:
 
 @functools.cache
 def cache_key() -> str:
-    """Return `source_hash` and the SHA-256 of the extension, whose ops compiled code calls. Takes about 2 ms."""
+    """Return `source_hash` and the SHA-256 of the C++ extension, whose ops compiled code calls. Takes about 2 ms."""
     extension = hashlib.sha256(Path(_C.__file__).read_bytes()).hexdigest()
     return f"{source_hash()} {extension}"

@@ -150,7 +150,7 @@ def test_a_second_run_keeps_the_code_of_equal_graphs_alone(inductor_cache, tmp_p
         ("build", ("--mesh", "dp=2,ep=4"), "2 ranks, which groups of ep=4 do not divide"),
         ("build", ("--mesh", "dp=two"), "takes sizes such as dp=4,tp=2"),
         ("build", ("--mesh", "dp=2,dp=2"), "takes sizes such as dp=4,tp=2"),
-        ("build", ("--dynamic", "-1"), "the number of a dimension, from 0"),
+        ("build", ("--dynamic", "-1"), "the index of a dimension, at least 0"),
         ("build", ("--dynamic", "9"), "no input has so many dimensions"),
         ("build", ("--dynamic", "1", "--steps", "0,1"), "exclude each other"),
         ("nowhere", (), "has no function 'nowhere'"),
