@@ -70,7 +70,7 @@ def build(model: nn.Module, plan: ShardPlan, state: ShardedModel, progress: Prog
 def _check_padding(parameters: Iterable[ShardedParameter], progress: Progress) -> None:
     """Raise if the hook `fsdp_pre_all_gather` of a tensor subclass does not pad this rank's shard to the common size.
 
-    Call it when all parameters are in the runtime: it adds the tensors that hooks return, which come after parameters.
+    It adds the tensors that hooks return to the runtime, so call it after the last parameter has been added there.
     """
     for sharded in parameters:
         if (hooks := sharded.of_subclass) is not None and sharded.shape[0] % sharded.state.groups.world:
@@ -140,7 +140,7 @@ def _copied_shard(part: torch.Tensor, dim: int, state: ShardedModel, device: tor
 
 
 def materialize(model: nn.Module, path: str, module: nn.Module, device: torch.device, skip: Container[int]) -> None:
-    """Allocate `module`'s own meta parameters and buffers on `device` and initialise them, but no ids in `skip`.
+    """Allocate meta parameters and buffers of `module` itself on `device`, and initialise them; `skip` has ids to omit.
 
     Uses the module's `reset_parameters()`, or the `_init_weights(module)` of the nearest Hugging Face model around it.
 

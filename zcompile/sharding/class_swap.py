@@ -2,9 +2,9 @@
 
 Dynamo traces a property like any Python code, so a compiled graph has one gather where the module reads a parameter. In
 eager code, the property returns the unsharded parameter inside of a forward. If no call has gathered it yet, the read
-gathers the parameter's block (parameter group). Outside of forwards, the property returns the DTensor. To know the
-difference, zcompile counts calls of modules. So modules without parameters get a subclass, too; see [Note: inside of a
-forward] in forward_scope.py. Files for generation, recurrent layers, PEFT and units add members by `contribute`.
+gathers the parameter's block (parameter group). Outside of forwards, the property returns the DTensor. To know if a
+forward runs, zcompile counts calls of modules, so modules without parameters get a subclass, too; see [Note: inside of
+a forward] in forward_scope.py. Files for generation, recurrent layers, PEFT and units add members by `contribute`.
 """
 
 import copyreg
@@ -159,7 +159,7 @@ def _inside(inner: Around | None, outer: Around | None) -> Around | None:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether the class of `module` defines `forward` and may be replaced (neither TorchScript nor `torch.compile`)."""
+    """Whether the class of `module` defines `forward` and may be replaced (not in TorchScript or `torch.compile`)."""
     others = (torch.jit.ScriptModule, torch._dynamo.OptimizedModule)
     return type(module).forward is not nn.Module.forward and not isinstance(module, others)
 
@@ -285,7 +285,7 @@ def _own_forward(base: type[nn.Module]) -> Callable[..., Any]:
     """Return a function outside of torch.nn that calls the forward of `base`, a class of torch.nn.
 
     Why: Dynamo skips functions of torch.nn that eager code calls. So `module.compile()` of an `nn.Linear` would compile
-    nothing, and `torch.compile(module)` would trace `__call__`, whose first part (zcompile's counts) must run in eager.
+    nothing, and `torch.compile(module)` would trace `__call__`, which counts forwards and must do so in eager code.
     """
 
     @functools.wraps(base.forward)
@@ -363,8 +363,8 @@ def _property(name: str, layout: Layout, kind: Kind) -> property:
 def _is_gathered_alone(module: Any, name: str) -> bool:
     """Whether a read of parameter `name` by eager code in a forward must gather this parameter alone.
 
-    If possible, gathers the parameter's whole block (parameter group) and returns False. This is not possible outside
-    of the call of a unit that has the parameter, or if parameters of the block are replaced or in `zcompile.unshard`.
+    If possible, gathers the parameter's whole block (parameter group) and returns False. This is not possible if the
+    parameter belongs to a unit that is not being called, or if the block has a replaced or `zcompile.unshard`ed one.
     """
     is_sharded = module.__dict__[TABLE][name] is module.__dict__[SHARDED + name].parameter
     return is_sharded and is_in_forward() and not open_for_read(module)
@@ -382,7 +382,7 @@ def _read_eagerly(module: Any, name: str) -> torch.Tensor:
 
 
 def _apply(self: Any, fn: Callable[..., Any], recurse: bool = True) -> Any:
-    """`nn.Module._apply`, which `module.to()` calls. Makes new leaves for DTensors whose storage it has replaced."""
+    """`nn.Module._apply`, which `module.to()` calls. Makes new leaves for DTensors whose storage it replaced."""
     super(type(self), self)._apply(fn, recurse)
     for sharded in {id(each): each for each in sharded_parameters_of(self)}.values():
         sharded.state.watch(sharded)

@@ -51,7 +51,7 @@ class ShardPlan:
         placements: id of a sharded parameter -> its placement.
         units: path -> module, for each unit (a module gathered whole at its call).
         in_units: the modules with parameters that units gather.
-        experts: how Hugging Face modules with several implementations of experts compute them now. Empty if reads of
+        experts: the present implementation of experts of each Hugging Face module that has several. Empty if reads of
             parameters neither gather nor cast, as on one rank without `param_dtype`.
         policies: id of a parameter -> its mixed-precision policy.
         in_int8: ids of the parameters that are gathered in int8.

@@ -16,7 +16,7 @@ from zcompile.state.sharded_parameter import ShardedParameter
 
 
 def read_given(module: nn.Module, name: str) -> torch.Tensor | None:
-    """Return the unsharded value of the tensor that replaces parameter `name` of `module`, or None if that is None.
+    """Return the unsharded value of the replacement of parameter `name` of `module`; None if the replacement is None.
 
     If the replacement is a DTensor, its gradient is the mean over the ranks of its mesh.
 

@@ -6,7 +6,7 @@ the property and find the DTensor in `module._parameters`. So classes of sharded
 methods that yield parameters. In traced code, the overrides read properties; in eager code, they call nn.Module's.
 
 During a trace, `_given` keeps the tensors that `torch.func.functional_call` puts in place of parameters. It is one dict
-for all models, because Dynamo would add a guard for each of several. It is empty when a graph begins.
+for all models, so that Dynamo adds only one guard: that the dict is empty when a graph begins.
 """
 
 from collections.abc import Iterator
@@ -74,7 +74,7 @@ class TracedTable:
         return self.own.values()
 
     def items(self) -> Any:
-        """Return the parameters, not gathered: modules that contain the model compare them, to find tied ones."""
+        """Return the parameters without a gather: modules that contain the model find tied ones by identity."""
         return self.own.items()
 
 
@@ -127,7 +127,7 @@ def is_open(module: Any) -> bool:
 
 @never_compiled_alone
 def open_for_read(module: Any) -> bool:
-    """Gather the block (parameter group) of `module` for a read in eager code. Return whether it is unsharded now."""
+    """Gather the block (parameter group) of `module` for a read in eager code. Return whether `module` is unsharded."""
     unit = module.__dict__.get(IN_UNIT)  # a module that is only traced has none
     if unit is None or not unit.is_block or unit.order is None or not is_in_forward():
         return False
@@ -145,7 +145,7 @@ def _set_table(self: Any, table: Any) -> None:
 
 
 def _reader_of_other(name: str, is_none: bool) -> Any:
-    """Return a getter of `_parameters[name]`. In nn.Module.__getattr__, Dynamo does not look into a `TracedTable`."""
+    """Return a getter of `_parameters[name]`, because Dynamo's nn.Module.__getattr__ does not read a `TracedTable`."""
 
     def read(self: Any) -> Any:
         if torch.compiler.is_compiling():

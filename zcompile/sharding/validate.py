@@ -82,7 +82,7 @@ def _check_int8(model: nn.Module, placements: Placements, options: ShardOptions)
 
 
 def _check_plain(model: nn.Module, placements: Placements, mesh: DeviceMesh) -> ValueError | None:
-    """Return the error if a parameter is not plain and sharded as rows over `mesh`, as `states="global"` needs."""
+    """For `states="global"`, return the error if a parameter is not a plain tensor, sharded as rows over `mesh`."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     spread = {id(parameter) for parameter, placement in placements if is_spread(parameter, placement, mesh)}
     for parameter, _ in placements:

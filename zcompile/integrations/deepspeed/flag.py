@@ -84,7 +84,7 @@ def _wrap(module: ModuleType) -> None:
 
 
 def _accept_block(zero_config: Any) -> None:
-    """Let DeepSpeed's class of "zero_optimization" ignore the key "zcompile".
+    """Let DeepSpeed's config class for "zero_optimization" ignore the key "zcompile".
 
     If the block is enabled, the class ignores "zero_quantized_weights", too: zcompile quantizes, and not DeepSpeed.
     """

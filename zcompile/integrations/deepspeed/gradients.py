@@ -58,7 +58,7 @@ class Gradients(dict[int, torch.Tensor]):
 
 
 class ReducedSquares:
-    """Sums of squares of gradients, computed by runtimes in each reduce: the gradient norm need not read gradients."""
+    """Sums of squares of gradients, computed in each reduce, so that the gradient norm need not read gradients."""
 
     def __init__(self, models: Iterable[ShardedModel], partitions: Mapping[int, Partition]):
         """`partitions` are the sharded parameters of `models`, by `ds_id`."""

@@ -35,7 +35,7 @@ class Hooks:
         self.removed = False
 
     def release_parameters(self) -> None:
-        """Partition all parameters, also small ones that DeepSpeed keeps gathered. zcompile gathers them in groups."""
+        """Partition all parameters, also small ones that DeepSpeed keeps gathered: zcompile gathers these, too."""
         optimizer = self.engine.optimizer
         self.persistent = list(optimizer.persistent_parameters)
         optimizer.persistent_parameters = []

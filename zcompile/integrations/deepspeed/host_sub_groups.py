@@ -20,7 +20,7 @@ from zcompile.training.streamed_groups import Piece, Stream, plan_groups
 
 
 def can_stream(optimizer: Any, is_elementwise: bool) -> bool:
-    """Whether a stage-3 optimizer can step host states on the device. `is_elementwise`: its inner one is Adam."""
+    """Whether DeepSpeed's optimizer can step host states on the device. `is_elementwise`: its inner one is Adam."""
     inner = optimizer.optimizer
     has_hooks = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
     is_alone = is_elementwise and not has_hooks and not optimizer.swap_optimizer
@@ -30,7 +30,7 @@ def can_stream(optimizer: Any, is_elementwise: bool) -> bool:
 
 
 def stop_offloading(optimizer: Any) -> None:
-    """Let a stage-3 optimizer look for gradients on the device. Frees the gradients that it holds in host memory."""
+    """Let DeepSpeed's optimizer look for gradients on the device. Frees the gradients that it holds in host memory."""
     optimizer.offload_optimizer = False
     for main in optimizer.fp32_partitioned_groups_flat:
         main.grad = None
@@ -51,7 +51,7 @@ def resume_offloading(optimizer: Any, link: HostLink, gradients: Gradients | Non
 
 
 class HostSubGroup:
-    """A flat main parameter (of several parameters) and its optimizer state, in host memory, stepped on the device."""
+    """A flat main parameter (for several parameters) and its states, kept in host memory and stepped on the device."""
 
     def __init__(self, flat: nn.Parameter, lengths: list[int], partitions: torch.Tensor, link: HostLink):
         """`flat` is the main parameter, [sum of `lengths`]. `lengths` are numbers of elements of each parameter's
@@ -60,7 +60,7 @@ class HostSubGroup:
         self.lengths, self.begins = lengths, list(accumulate(lengths, initial=0))
 
     def update(self, inner: torch.optim.Optimizer, param_group: int, batches: Iterator[list[torch.Tensor]]) -> None:
-        """Step like `SubGroup.update`. Return when the new states and the new main parameter are in host memory."""
+        """Step as `SubGroup.update` does. Return when the new states and the new main parameter are in host memory."""
         state = inner.state[self.flat]
         self.flat.data = self.link.adopt(self.flat.data)
         moments = [self.link.adopt(state[name]) if state else self.link.allocate(self.flat) for name in MOMENTS]

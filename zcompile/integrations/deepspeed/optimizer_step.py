@@ -183,10 +183,10 @@ class LeanStep:
         return torch.cat(squares).sum()
 
     def cut(self, sub_group: int) -> SubGroup | HostSubGroup | None:
-        """Return a sub-group that is stepped parameter by parameter; None if it must be stepped as one flat parameter.
+        """Return sub-group `sub_group`, to step it parameter by parameter; None if it must step as one flat parameter.
 
         Raises:
-            RuntimeError: it must be stepped as one flat parameter, and is in host memory.
+            RuntimeError: it must step as one flat parameter, and is in host memory.
         """
         optimizer = self.optimizer
         inner, flat = optimizer.optimizer, optimizer.fp32_partitioned_groups_flat[sub_group]
@@ -205,7 +205,7 @@ class LeanStep:
     # --- Replacements of the optimizer's methods, in the order in which a step calls them ---
 
     def get_norm_groups(self) -> list[torch.Tensor]:
-        """Return each sub-group's gradient norm, fp64 on the host; -1 for inf and NaN. Waits for the device."""
+        """Return each sub-group's gradient norm over all ranks (-1: inf or NaN), on the host. Waits for the device."""
         optimizer = self.optimizer
         if optimizer.model_parallel_group is not None:  # DeepSpeed must count parameters that these ranks share once
             return self.originals["_get_norm_groups"]()
@@ -229,7 +229,7 @@ class LeanStep:
     def prepare_fp32_grad_for_sub_group(self, sub_group: int) -> None:
         """Take the sub-group's gradients out of `averaged_gradients`, DeepSpeed's dict of gradients by sub-group.
 
-        If the sub-group must be stepped as one flat parameter, DeepSpeed concatenates these to a flat gradient.
+        If the sub-group must step as one flat parameter, DeepSpeed concatenates these to a flat gradient.
         """
         optimizer = self.optimizer
         try:

@@ -232,7 +232,7 @@ class Takeover:
             return
         ranks_of = torch.distributed.get_process_group_ranks
         if ranks_of(parameter.ds_process_group) != ranks_of(self.engine.optimizer.dp_process_group):
-            raise RuntimeError(f"parameter '{name}' and the model are partitioned over different ranks, as experts are")
+            raise RuntimeError(f"parameter '{name}' is partitioned over other ranks than the model: not supported")
         self.partitions[parameter.ds_id] = add_partition(
             state, name, parameter, (module, attribute), self.accept, self.in_int8
         )
@@ -268,7 +268,7 @@ class Takeover:
 
     @torch.no_grad()
     def accept(self, partition: Partition, grad: torch.Tensor) -> None:
-        """Let the optimizer store or accumulate `grad`, reduced, [elements of the partition without padding]."""
+        """Let the optimizer store or add the reduced gradient `grad`, [elements of the partition without padding]."""
         parameter, optimizer = partition.parameter, self.engine.optimizer
         if parameter.ds_id not in self.trained:
             return
@@ -313,9 +313,9 @@ class Takeover:
 
 @contextlib.contextmanager
 def _without_deepspeeds_attributes(model: nn.Module) -> Iterator[None]:
-    """Context manager without the methods and local classes that DeepSpeed stored on modules for its hooks.
+    """Context manager that hides the methods and local classes that DeepSpeed stored on modules for its hooks.
 
-    For an artifact (compiled code in a file), torch pickles guards on modules, but not these. No forward reads them."""
+    torch pickles guards on modules for an artifact (file of compiled code), but not these. No forward reads them."""
     taken: list[tuple[nn.Module, str, Any]] = []
     for module in model.modules():
         for name, value in list(module.__dict__.items()):

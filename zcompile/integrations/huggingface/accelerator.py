@@ -50,7 +50,7 @@ class Accelerator(accelerate.Accelerator):
 
     @staticmethod
     def adopt(accelerator: accelerate.Accelerator, plugin: CompilePlugin) -> "Accelerator":
-        """Change the class of accelerate's `accelerator`, which has prepared nothing yet, to zcompile's. Return it."""
+        """Turn accelerate's `accelerator`, which has prepared nothing yet, into one of this class, and return it."""
         accelerator.__class__ = Accelerator
         adopted = cast(Accelerator, accelerator)
         adopted.state.dynamo_plugin = plugin
@@ -66,7 +66,7 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """FSDP for accelerate's code, unless DeepSpeed or Megatron-LM is set; see [Note: accelerate's FSDP2 mode]."""
+        """FSDP, so that accelerate runs its code for FSDP2, unless DeepSpeed or Megatron-LM is set; see __init__.py."""
         kind = self.state.distributed_type
         return kind if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) else DistributedType.FSDP
 
@@ -136,7 +136,7 @@ class Accelerator(accelerate.Accelerator):
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Context manager around each microbatch but the last: keeps parameters unsharded until the last one ends.
 
-        `accumulate` calls it. Each microbatch reduces gradients, so that a rank holds only its shards of gradients.
+        Called by `accumulate`. Each microbatch reduces gradients, so that a rank holds only its shards of gradients.
         """
         if is_sharded(model):
             state = state_of(model)
