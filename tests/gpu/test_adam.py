@@ -21,6 +21,7 @@ from tests.support.models import Chain
 from tests.support.ranks import on_gpus
 from tests.support.reference import same_values
 from zcompile.state.attributes import SHARDED
+from zcompile.state.sharded_model import state_of
 from zcompile.training import streamed_groups
 
 
@@ -164,6 +165,34 @@ def test_steps_are_those_without_offload(rank, world, transport, make_optimizer,
             local = getattr(state[name], "_local_tensor", state[name])
             assert local.is_cuda if parameter is other else local.is_pinned()
     same_values(offloaded, trained(rank, transport, None, make_optimizer, group_bytes, how)[0])
+
+
+def trained_by_blocks(rank, transport, offload):
+    """Losses, parameters and states of six steps, with `offload` in backward."""
+    torch.manual_seed(0)
+    model = zcompile.shard(Chain(*(Wide() for _ in range(6))).cuda(), **IN_BF16)
+    state_of(model).runtime.use_transport(transport)
+    for layer in model:
+        layer.compile(backend="zcompile")
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), []
+    zcompile.fuse_optimizer(model, optimizer, offload=offload, step_in_backward=offload is not None)
+    with mock.patch.object(streamed_groups, "GROUP_BYTES", 1 << 20):
+        for step in range(6):
+            losses.append(loss_of(model, step, rank))
+            losses[-1].backward()
+            if offload is not None and step > 0:
+                assert sum(parameter.grad is not None for parameter in model.parameters()) < 4
+            optimizer.step()
+            optimizer.zero_grad()
+    return results_of(model, optimizer) | {str(i): loss.detach() for i, loss in enumerate(losses)}
+
+
+@pytest.mark.parametrize("world, transport", [(2, "p2p"), (2, "delayed p2p"), (2, "c10d"), (1, "c10d")])
+@pytest.mark.parametrize("offload", OFFLOADS)
+@on_gpus()
+def test_steps_in_backward_are_those_without_offload(rank, world, transport, offload):
+    early = trained_by_blocks(rank, transport, offload)
+    same_values(early, trained_by_blocks(rank, transport, None))
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)

@@ -11,6 +11,8 @@ import zcompile
 from tests.support.models import Chain, mean_square
 from zcompile.training.host_link import HostLink, Queue
 
+SECOND = "second"  # the queue of `aside`
+
 
 class LateLink(HostLink):
     """Queues hold their work back until something waits for it, but for those in `eager`, which never rest.
@@ -22,9 +24,11 @@ class LateLink(HostLink):
     def __init__(self, offload, eager=(), ignored=()):
         self.offload = offload
         self.eager, self.ignored = eager, ignored
-        self.work = {queue: deque() for queue in Queue}
-        self.given = dict.fromkeys(Queue, 0)
-        self.done = dict.fromkeys(Queue, 0)
+        queues = [*Queue, SECOND]
+        self.work = {queue: deque() for queue in queues}
+        self.given = dict.fromkeys(queues, 0)
+        self.done = dict.fromkeys(queues, 0)
+        self.compute = Queue.COMPUTE  # SECOND inside of `aside`
         self.hosts = []
         self.may_write = False  # whether the memory of buffers is no longer used by work from before the step
         self.runs = dict.fromkeys(Queue, 0)
@@ -39,12 +43,31 @@ class LateLink(HostLink):
     def run(self, queue, work):
         assert queue is not Queue.TO_DEVICE or self.may_write, "copied to memory that may still be in use"
         self.runs[queue] += 1
-        self.give(queue, work)
+        self.give(self.of(queue), work)
+
+    def of(self, queue):
+        return self.compute if queue is Queue.COMPUTE else queue
 
     def mark(self, queue):
+        queue = self.of(queue)
         return queue, self.given[queue]
 
+    def is_passed(self, mark):
+        return self.done[mark[0]] >= mark[1]
+
+    @contextlib.contextmanager
+    def aside(self):
+        self.runs[SECOND] = self.runs.get(SECOND, 0) + 1
+        before, self.compute = self.mark(Queue.COMPUTE), SECOND
+        self.wait(Queue.COMPUTE, before)
+        yield
+        self.compute = Queue.COMPUTE
+
+    def join(self):
+        self.wait(Queue.COMPUTE, (SECOND, self.given[SECOND]))
+
     def wait(self, queue, mark):
+        queue = self.of(queue)
         self.may_write |= (queue, mark[0]) == (Queue.TO_DEVICE, Queue.COMPUTE)
         if (queue, mark[0]) not in self.ignored:
             self.give(queue, lambda: self.reach(mark))

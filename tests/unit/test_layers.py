@@ -188,7 +188,7 @@ def test_no_file_is_too_long():
 
 @pytest.mark.parametrize(
     "names, budget",
-    [(("csrc", "passes", "zcompile", "setup.py"), 33_882), (("tests",), 27_066)],
+    [(("csrc", "passes", "zcompile", "setup.py"), 34_140), (("tests",), 27_279)],
     ids=["product", "tests"],
 )
 def test_lines_keep_to_their_budget(names, budget):

@@ -236,6 +236,8 @@ class CapturedCode:
         """Return why this call must run uncaptured; empty if it may be captured or replayed."""
         if not all(_C.may_replay(model.runtime) for model in variant.alive()):
             return "gradients accumulate, or another block of zcompile is open"
+        if any(offload.in_backward for model in variant.alive() for offload in model.offloads):
+            return "an optimizer with step_in_backward"
         if self.is_backward and _keeps_graph():
             return "a backward that keeps its graph"
         if self.is_backward and not self.pair.is_forward_captured:

@@ -51,6 +51,7 @@ class ShardedParameter:
     factor_version: int = 0  # version of the factor, which the program must not write to; -1: autograd adds to it now
     unreduced: torch.Tensor | None = None  # this rank's sum of gradients
     earlier_grad: torch.Tensor | None = None  # `.grad` before the first deferred gradient
+    on_grad: "Callable[[ShardedParameter], None] | None" = None  # called when `.grad` is set outside of `accumulate`
     accumulation: Any = None  # the autograd node that adds to `.grad`, with hooks while gradients are deferred
     methods: ClassVar[tuple[str, ...]] = "requires_grad_", "full_tensor"  # replaced on the DTensor
     zeros_if_unused: ClassVar[bool] = False  # its gradient if no rank used it: zeros, or None
@@ -215,6 +216,8 @@ class ShardedParameter:
             dtensor_grad._local_tensor.add_(grad)
         if parameter._post_accumulate_grad_hooks:
             run_post_accumulate_hooks(self.name, parameter)
+        if self.on_grad is not None and not accumulates:
+            self.on_grad(self)
         if accumulates and not hooks:  # hooks must see the gradient of each backward alone
             self.let_reduce_add_to(dtensor_grad._local_tensor, parameter)
 

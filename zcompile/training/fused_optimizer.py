@@ -9,7 +9,7 @@ order in which the kernel steps parameters.
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from zcompile.state.sharded_model import ShardedModel, models_of, state_of
 from zcompile.training.local_parts import are_alike, local_of
 from zcompile.training.main_parameters import note_writes
 from zcompile.training.offload import COUNTS, Offload, Tensors
+from zcompile.training.step_in_backward import StepInBackward
 
 ADAM, ADAMW = torch.ops.aten._fused_adam_.default, torch.ops.aten._fused_adamw_.default
 MAXIMA = 4  # index of their argument `max_exp_avg_sqs`, for amsgrad
@@ -29,7 +30,11 @@ OFFLOADS = "moments", "states"
 
 
 def fuse_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, offload: str | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    offload: str | None = None,
+    step_in_backward: bool = False,
 ) -> torch.optim.Optimizer:
     """Let `optimizer.step` also write the shards that the next forward gathers, and free gradients.
 
@@ -57,6 +62,13 @@ def fuse_optimizer(
               dtype for gathers; other reads and writes of the parameter go over the link. Parameters with a
               `param_dtype` move in this call, others in the first step after a forward. If more than 1 % of the bytes
               stay on the GPU, that step warns of the amount and the reason.
+        step_in_backward: only with `offload`. Each backward steps parameters while it computes the gradients of
+            others, which hides the copies of states, and `optimizer.step()` steps the rest and waits. Gradients are
+            gone when backward returns, so they cannot be clipped, scaled or read: use hooks that
+            `register_post_accumulate_grad_hook` adds. Run one backward for each step, or several inside of
+            `zcompile.accumulate`, where the whole step waits for `optimizer.step()`. Set the learning rate before
+            backward, and read parameters after `step()`. Compile the model by blocks: the gradients of one compiled
+            graph arrive together, at its end.
 
     Returns:
         `optimizer`, with its `step` replaced.
@@ -65,7 +77,7 @@ def fuse_optimizer(
         RuntimeError: `model` is not sharded.
         ValueError: `optimizer` is of another class, not fused, or has `amsgrad`, `maximize` or a tensor as learning
             rate; `offload` has another value, or differs from an earlier call's; with `offload`, a parameter is not
-            float32; "states" with `zcompile.shard(states="global")`.
+            float32; "states" with `zcompile.shard(states="global")`; `step_in_backward` without `offload`.
     """
     state = state_of(model)
     _check_optimizer(optimizer)
@@ -79,20 +91,29 @@ def fuse_optimizer(
             "parameters are parts of the shards that each forward reads, which would then read host memory. Take "
             "offload='moments'."
         )
+    if step_in_backward and offload is None:
+        raise ValueError("zcompile.fuse_optimizer: step_in_backward=True hides copies of offload=: set both, or none.")
     inner: Any = optimizer.step
     models = getattr(inner, "fused_by_zcompile", ())
     if any(each() is state for each in models):
-        before = [each.kind for each in getattr(optimizer.state, "offloads", ()) if each.model() is state]
-        if before != [offload] * (offload is not None):
+        before = [each for each in getattr(optimizer.state, "offloads", ()) if each.model() is state]
+        asked = [(offload, step_in_backward)] * (offload is not None)
+        if [(each.kind, each.in_backward) for each in before] != asked:
             raise ValueError(
-                "zcompile.fuse_optimizer was called with another offload before: leave out one of the calls."
+                "zcompile.fuse_optimizer was called with another offload or step_in_backward before: leave out one of "
+                "the calls."
             )
         return optimizer
     unbound = getattr(inner, "__func__", None)
     if unbound is None:  # a scheduler has wrapped `step` before
         unbound = functools.wraps(inner)(lambda self: inner())
     offloading = None if offload is None else Offload(offload, state, optimizer)
-    fused: Any = _fused_step(unbound, state, offloading)
+    mode = StepMode(state, offloading)
+    early = None
+    if offloading is not None and step_in_backward:
+        offloading.in_backward = True
+        early = StepInBackward(optimizer, offloading, mode)
+    fused: Any = _fused_step(unbound, mode, early)
     for each in models_of(state) if offloading is not None else ():
         each.offloads.add(offloading)
     if offload == "states":
@@ -122,9 +143,9 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _fused_step(unbound: Callable[..., Any], state: ShardedModel, offload: Offload | None) -> Callable[..., Any]:
-    """Wrap `unbound`, an optimizer's step, to run the kernel of `state`'s transport and then drop gradients."""
-    mode = StepMode(state, offload)
+def _fused_step(unbound: Callable[..., Any], mode: "StepMode", early: StepInBackward | None) -> Callable[..., Any]:
+    """Wrap `unbound`, an optimizer's step, to run it under `mode`, and then drop gradients."""
+    offload = mode.offload
 
     @functools.wraps(unbound)  # keeps attributes that schedulers and others set on it
     def fused(self: torch.optim.Optimizer, closure: Any = None) -> Any:
@@ -132,6 +153,8 @@ def _fused_step(unbound: Callable[..., Any], state: ShardedModel, offload: Offlo
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if early is not None:
+            early.finish(self)
         with offload.step(self) if offload else contextlib.nullcontext(), mode:
             unbound(self)
         model = mode.state
@@ -158,11 +181,22 @@ class StepMode(TorchDispatchMode):
         self.reference = weakref.ref(state)  # an optimizer must not hold a model
         self.offload = offload
         self.refreshes_cache = False  # whether the transport's kernel has, in some step
+        self.in_backward = False  # whether a step in backward runs, which leaves the cache of the transport alone
 
     @property
     def state(self) -> ShardedModel | None:
         """The model; None after it was freed. Steps then run torch's kernel."""
         return self.reference()
+
+    @contextlib.contextmanager
+    def stepping_in_backward(self) -> Iterator[None]:
+        """Enter the mode for a step in backward."""
+        self.in_backward = True
+        try:
+            with self:
+                yield
+        finally:
+            self.in_backward = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -217,7 +251,8 @@ class StepMode(TorchDispatchMode):
         assert state is not None
         indices = [index_of[id(parameters[item])] for item in items]
         needed = [values for i, values in enumerate(tensors) if i != MAXIMA]
-        if _is_plain(func, kwargs) and state.runtime.fused_adam_step(indices, needed, **settings):
+        plain = _is_plain(func, kwargs) and not self.in_backward
+        if plain and state.runtime.fused_adam_step(indices, needed, **settings):
             self.refreshes_cache = True
             # Now, not after the step: a gradient may lie in the cache's memory, and a hook could write to it.
             for item in done:

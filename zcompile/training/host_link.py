@@ -1,7 +1,8 @@
 """Copies between host and device memory that overlap with compute."""
 
+import contextlib
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +45,21 @@ class HostLink:
     def synchronize(self, mark: Any) -> None:
         """Block the host until `mark` is passed."""
 
+    def is_passed(self, mark: Any) -> bool:
+        """Whether `mark` is passed."""
+        return True
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Context manager in which `Queue.COMPUTE` is a second queue, which first waits for the program's work so far.
+
+        The program's later work does not wait for the second queue, until `join`.
+        """
+        yield
+
+    def join(self) -> None:
+        """Make the program's work enqueued from now on wait for the second queue of `aside`."""
+
     def release(self, buffer: torch.Tensor) -> None:
         """Delay reuse of the memory of `buffer`, which the caller drops, until all queues are done with it."""
 
@@ -54,6 +70,7 @@ class CudaLink(HostLink):
     def __init__(self, device: torch.device):
         self.device = device
         self.streams = {queue: torch.cuda.Stream(device) for queue in (Queue.TO_DEVICE, Queue.TO_HOST)}
+        self.second: torch.cuda.Stream | None = None  # of `aside`
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
@@ -76,8 +93,23 @@ class CudaLink(HostLink):
     def synchronize(self, mark: torch.cuda.Event) -> None:
         mark.synchronize()
 
+    def is_passed(self, mark: torch.cuda.Event) -> bool:
+        return mark.query()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        if self.second is None:
+            self.second = torch.cuda.Stream(self.device)
+        self.second.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.second):
+            yield
+
+    def join(self) -> None:
+        if self.second is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.second)
+
     def release(self, buffer: torch.Tensor) -> None:
-        for stream in self.streams.values():
+        for stream in (*self.streams.values(), *([self.second] if self.second else [])):
             buffer.record_stream(stream)
 
     def _stream(self, queue: Queue) -> torch.cuda.Stream:

@@ -105,11 +105,12 @@ class Offload:
         _check_dtypes(kind, self.find_parameters(), optimizer)
         found = (sharded for each in models_of(state) for sharded in each.parameters.values())
         self.link = host_link_of(next(found).parameter.device)
-        movable = self._movable(self._trained(optimizer))
+        movable = self._movable(self.trained(optimizer))
         move_to_host(movable, map(local_of, self._allocate([*movable])))
-        self.running: Stream | None = None  # set during a step
+        self.running: Stream | None = None  # set during a step, which may begin in backward
         self.streamed: list[Any] = []  # parameters of this step
         self.has_stepped = False
+        self.in_backward = False  # whether parameters are stepped in backward; see step_in_backward.py
         self.copied_out: Any = None  # a mark; None if all moments are in host memory
         self.in_flight: set[int] = set()  # ids of parameters whose moments may not be there yet
         self.offloads: list[Offload] = getattr(optimizer.state, "offloads", [])  # the optimizer's, one a model
@@ -136,14 +137,14 @@ class Offload:
         """Return the bytes of trainable sharded parameters and their Adam moments: (in host memory, on the device)."""
         optimizer, nbytes = self.optimizer(), {True: 0, False: 0}
         assert optimizer is not None, "an optimizer has this"
-        for parameter in self._trained(optimizer):
+        for parameter in self.trained(optimizer):
             nbytes[on_host(parameter) is not None] += local_of(parameter).nbytes
             state = optimizer.state.get(parameter) or {}
             for moment in (local_of(state[name]) for name in MOMENTS if name in state):
                 nbytes[self.link.is_host(moment)] += moment.nbytes
         return nbytes[True], nbytes[False]
 
-    def _trained(self, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    def trained(self, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
         """The trainable parameters of the model that `optimizer` holds."""
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         return (each for each in parameters if id(each) in self.parameters and each.requires_grad)
@@ -173,10 +174,8 @@ class Offload:
         if stepped and not self.has_stepped and self.kind == "states":
             warn_of_device_bytes([parameter for parameter, _ in stepped])
         self.has_stepped |= bool(stepped)
-        rows = len(MOMENTS) + any(on_host(parameter) is not None for parameter, _ in stepped)
         if stepped:  # before torch counts the step: a lack of memory raises here
-            locals_ = [local_of(parameter) for parameter, _ in stepped]
-            self.running = Stream(self.link, rows, [local.numel() for local in locals_], locals_[0].device)
+            self.open([parameter for parameter, _ in stepped])
         try:
             yield
         finally:
@@ -187,6 +186,14 @@ class Offload:
                 self.link.wait(Queue.COMPUTE, self.copied_out)
             finish_step(self.streamed)
             self.streamed = []
+
+    def open(self, parameters: list[Any]) -> None:
+        """Allocate the GPU memory through which a step streams the states of `parameters`, until `step` ends."""
+        if self.running is not None:
+            return
+        rows = len(MOMENTS) + any(on_host(parameter) is not None for parameter in parameters)
+        locals_ = [local_of(parameter) for parameter in parameters]
+        self.running = Stream(self.link, rows, [local.numel() for local in locals_], locals_[0].device)
 
     def stream(self, parameters: list[Any], tensors: Tensors, step: Step) -> None:
         """Step `parameters` group by group, by calls of `step` with tensors on the device.
