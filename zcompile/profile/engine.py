@@ -61,6 +61,7 @@ class Engine:
 
     def step(self, batches: list[Any]) -> torch.Tensor:
         """Train one step on the microbatches `batches`. Return this rank's mean loss, a scalar tensor."""
+        self.raise_rate()  # before backward, in which an optimizer with `step_in_backward` steps
         losses = self.accumulate(batches, 1 / len(batches))
         self.update()
         return torch.stack(losses).sum()
@@ -70,7 +71,6 @@ class Engine:
         return [self.forward_backward(batch, share) for batch in batches]
 
     def update(self) -> None:
-        self.raise_rate()
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -31,7 +31,11 @@ from zcompile.profile.zcompile_engines import Blocks, Eager, EagerCompile, Eager
 
 ALL_OPTIONS = tuple(option.name for option in dataclasses.fields(Settings))
 # Options of engines that are not settings of the backend, with their values.
-OF_ZCOMPILE = {"offload": ("moments", "states"), "gather_dtype": ("int8",)}  # for fuse_optimizer and shard
+OF_ZCOMPILE = {  # for fuse_optimizer and shard
+    "offload": ("moments", "states"),
+    "step_in_backward": (True,),
+    "gather_dtype": ("int8",),
+}
 OF_FSDP2 = {
     "offload": ("all",),  # CPUOffloadPolicy: parameters, gradients and optimizer states
     "reduce_dtype": ("bf16",),  # of gradients; the default is fp32, in which zcompile sums
@@ -47,7 +51,7 @@ class Entry:
     about: str  # its line in the help
     needs: Collection[str] = ()  # installed packages; "cuda": a GPU
     options: Collection[str] = ()  # options of the backend that it takes
-    others: Mapping[str, Collection[str]] = field(default_factory=dict)  # its other options, and their values
+    others: Mapping[str, Collection[Any]] = field(default_factory=dict)  # its other options, and their values
     environment: Mapping[str, str] = field(default_factory=dict)  # environment variables of its ranks
 
     def missing(self, device: str) -> str | None:
@@ -117,7 +121,7 @@ def find(name: str) -> tuple[Entry, dict[str, Any]]:
         raise BadInput(f"engine {kind!r} takes no options")
     for option, values in entry.others.items():
         if option in options and options[option] not in values:
-            raise BadInput(f"engine {name!r}: {option} is {' or '.join(values)}, not {options[option]!r}")
+            raise BadInput(f"engine {name!r}: {option} is {' or '.join(map(str, values))}, not {options[option]!r}")
     try:
         parse_options({option: value for option, value in options.items() if option not in entry.others})
     except ValueError as error:

@@ -29,12 +29,14 @@ class Eager(Engine):
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         optimizer = super().make_optimizer()
-        return zcompile.fuse_optimizer(self.model, optimizer, offload=self.options.get("offload"))
+        options = {key: self.options[key] for key in ("offload", "step_in_backward") if key in self.options}
+        return zcompile.fuse_optimizer(self.model, optimizer, **options)
 
     @property
     def settings_of_backend(self) -> dict[str, Any]:
         """The options of the engine that `torch.compile` takes."""
-        return {name: value for name, value in self.options.items() if name not in ("offload", "gather_dtype")}
+        others = "offload", "step_in_backward", "gather_dtype"
+        return {name: value for name, value in self.options.items() if name not in others}
 
     def units_of(self, model: nn.Module) -> list[nn.Module] | None:
         """Return the argument `units` of `zcompile.shard`."""
