@@ -55,9 +55,10 @@ def nothing_started():
 def rank_loads(rank, world, path, folder, autocast, how):
     """From the file, in an empty cache folder."""
     counters.clear()
+    pin = hashlib.sha256(path.read_bytes()).hexdigest()
     probes = torch._inductor.config.patch({"cpp.vec_isa_ok": None})  # as without the variable of these tests
     with cache_in(folder), probes, nothing_started():
-        model = zcompile.compile(sharded(**how), artifact=path, require=True)
+        model = zcompile.compile(sharded(**how), artifact=path, require=True, sha256=pin)
         seen = train(model, rank, autocast=autocast)
     return seen, compiler_counts(), zcompile.stats(model)["compiled"]
 
@@ -157,13 +158,6 @@ def test_a_file_that_is_damaged_on_one_rank_lets_all_compile_with_one_warning(ra
         assert by.startswith("compiled by this process: Rank 1:") and "has another checksum" in by
     told = [[text for text in texts if "every rank compiles" in text] for _, _, texts in results]
     assert [len(texts) for texts in told] == [1, 0]
-
-
-def test_another_sha256_than_the_pinned_one_is_an_error(rank, world, file):
-    train(zcompile.compile(sharded(), artifact=file, sha256=hashlib.sha256(file.read_bytes()).hexdigest()), rank)
-    model = zcompile.compile(sharded(), artifact=file, sha256="0" * 64)
-    with pytest.raises(RuntimeError, match="has the SHA-256"):
-        train(model, rank)
 
 
 def test_a_model_with_graph_breaks_is_compiled_by_every_rank(rank, world, tmp_path):

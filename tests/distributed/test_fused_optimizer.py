@@ -224,11 +224,13 @@ def test_groups_that_change_are_stepped_by_torch(rank, world, changed):
     same_values(trained, train(plain, optimizer, 2))
 
 
-def test_an_optimizer_is_freed_at_once(rank, world):
-    (model, _) = pair()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    torch.optim.lr_scheduler.LinearLR(zcompile.fuse_optimizer(model, optimizer))
-    gone = weakref.ref(optimizer)
+@pytest.mark.parametrize("offload", [None, "moments"])
+def test_an_optimizer_and_its_states_are_freed_at_once(rank, world, offload):
+    models = pair()[:1]
+    optimizer = torch.optim.AdamW(models[0].parameters(), fused=True)
+    torch.optim.lr_scheduler.LinearLR(zcompile.fuse_optimizer(models[0], optimizer, offload=offload))
+    train(models, optimizer, 1)
+    gone = [weakref.ref(optimizer), *(weakref.ref(state["exp_avg"]) for state in optimizer.state.values())]
     with no_collector():
         del optimizer
-        assert gone() is None
+        assert len(gone) == 3 and not [each for each in gone if each() is not None]

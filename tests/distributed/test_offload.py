@@ -6,7 +6,6 @@ import io
 import itertools
 import os
 import random
-import weakref
 from collections import defaultdict
 from unittest import mock
 
@@ -34,7 +33,6 @@ from tests.support.late_link import (
     unfused,
 )
 from tests.support.models import Chain, Transformer, mean_square, normal
-from tests.support.process import no_collector
 from tests.support.ranks import on_ranks, slow
 from tests.support.reference import autocast_loss, compiled, lm_loss, same_values
 from zcompile.state.sharded_model import state_of
@@ -379,13 +377,3 @@ def test_what_cannot_be_offloaded_is_refused(rank, world):
         with pytest.raises(ValueError, match="with another offload or step_in_backward before"):
             zcompile.fuse_optimizer(model, optimizer, offload=second)
         assert zcompile.fuse_optimizer(model, optimizer, offload=first) is optimizer
-
-
-def test_an_optimizer_and_its_host_memory_are_freed_at_once(rank, world):
-    model, optimizer = unfused()
-    zcompile.fuse_optimizer(model, optimizer, offload="moments")
-    train(model, optimizer, None, rank, [0])
-    gone = [weakref.ref(optimizer), *(weakref.ref(state["exp_avg"]) for state in optimizer.state.values())]
-    with no_collector():
-        del optimizer
-        assert not [each for each in gone if each() is not None]
