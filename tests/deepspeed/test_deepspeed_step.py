@@ -52,10 +52,7 @@ def compile_adam():
     ],
 )
 def test_kernels_of_adam_are_close_to_eager(ranks, compile_adam, config):
-    """torch's divides by the scale, by whose inverse DeepSpeed multiplies in a pass of its own.
-
-    DeepSpeed's own rounds the last elements of a tensor otherwise, and counts steps outside of tensors.
-    """
+    """torch's divides by the scale, eager multiplies by its inverse; DeepSpeed's own rounds last elements otherwise."""
     ranks(2).run(rank_trains_beside_eager, {}, (1e-6, 1e-6), config, 12, 8)
 
 
@@ -181,9 +178,7 @@ def record_squares(reduced_squares):
 
 @pytest.mark.parametrize("config", [pytest.param({}, id="one group"), pytest.param(SUB_GROUPS, id="sub-groups")])
 def test_norms_come_from_reduces(rank, world, config):
-    """Squares come from reduces where nobody edited the gradient after its reduce.
-    Norms are those of eager ZeRO-3, which sums in another order, in fp64.
-    """
+    """Squares come from reduces unless the gradient was edited afterwards; norms are eager ZeRO-3's, summed in fp64."""
 
     def drive(engine):
         recorded, curve, has_flag = [], [], hasattr(engine, "zcompile")

@@ -1,6 +1,4 @@
-"""Losses and gradient norms of engines with the flag, against eager ZeRO-3, also after edits and from checkpoints; what
-they gather; compiled code that they load from a file; and what pages say of programs and configs.
-"""
+"""Engines with the flag beside eager ZeRO-3: losses, norms, gathers, checkpoints, compiled files, the page's claims."""
 
 import json
 import re
@@ -249,9 +247,7 @@ def test_microbatches_share_gathers(rank, world):
 @pytest.mark.parametrize("first", [0, 1])
 @on_ranks(2, needs="deepspeed.runtime.torch_autocast")  # since 0.17.1
 def test_autocast_gathers_exactly_two_bytes_a_use(rank, world, first):
-    """From the first step, or from the one behind it where `engine.compile()` is not called.
-    A linear layer's weight is used in forward and in backward, its bias in forward.
-    """
+    """From the first step, or from the second without `engine.compile()`. Backward uses weights again, no biases."""
     engine = make_engine({}, torch_autocast={"enabled": True, "dtype": "bfloat16"})
     engine.compile() if first == 0 else train(engine, rank, end=first)
     uses = {"weight": 2, "bias": 1}

@@ -1,6 +1,4 @@
-"""How much forward saves for backward: under a budget of activations, beside torch without zcompile; and where backward
-computes again instead of reading from memory.
-"""
+"""How much forward saves for backward under a budget of activations or a limit of memory, and recomputation there."""
 
 import contextlib
 import functools

@@ -34,7 +34,6 @@ def file(tmp_path_factory):
 
 
 def embed_alone(self, tokens):
-    """In the place of the model's forward."""
     return self.head(self.embed(tokens))
 
 

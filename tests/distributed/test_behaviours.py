@@ -1,7 +1,4 @@
-"""What users of FSDP2 rely on: frozen parameters, parameters that are not reduced, functional_call.
-
-Hooks on the DTensors in model.parameters() see what hooks on the unsharded model's parameters see.
-"""
+"""What users of FSDP2 rely on: frozen parameters, those that are not reduced, functional_call, hooks on parameters."""
 
 import contextlib
 import functools

@@ -1,7 +1,4 @@
-"""A rank that fails anywhere leads to a right result, or to an error on all ranks in time: see tests/support/chaos.py.
-
-`make chaos` runs a hundred seeds; CI five.
-"""
+"""A rank that fails leads to a right result or an error on all ranks in time: tests/support/chaos.py, `make chaos`."""
 
 import os
 

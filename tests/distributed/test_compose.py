@@ -1,8 +1,4 @@
-"""Together with tensor, sequence and expert parallelism: as the unsharded model in one process.
-
-At the end, a rank that would do otherwise than others is an error on all ranks. Some of those that wait for each other
-share no shards.
-"""
+"""Tensor, sequence and expert parallelism beside the unsharded model in one process; ranks that differ are told."""
 
 import functools
 import os
@@ -51,7 +47,6 @@ def tensor_parallel(mesh, inner, sequence, model):
 
 
 def sorting():
-    """Its tokens travel as they are, and not in slots."""
     return Mixture(sorts=True)
 
 

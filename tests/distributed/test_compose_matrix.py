@@ -1,5 +1,4 @@
-"""Meshes, ways to run, ways to shard and divisors in pairs, beside the unsharded model, and exact counts of what a step
-of a mixture under expert parallelism sends: `make compose`."""
+"""Meshes, ways to run and to shard, and divisors in pairs, beside the unsharded model; exact counts: `make compose`."""
 
 import functools
 import itertools

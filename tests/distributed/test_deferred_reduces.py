@@ -1,5 +1,4 @@
-"""Microbatches whose gradients are summed over replicas once a step, or reduced once a step; and the backend's own
-reduce-scatter, beside the sum in rank order that all else uses."""
+"""Microbatches with sums over replicas, or reduces, once a step; native reduce-scatter beside sums in rank order."""
 
 import copy
 import functools

@@ -1,8 +1,4 @@
-"""Every code block of README.md and docs/guide.md runs as it stands there, and the programs of other pages do.
-
-The language of a block says how it is run: "python" on two ranks, with the names of `names_for`; "json" as entries of a
-DeepSpeed config; "sh" by the parsers of its commands. A block of another language fails.
-"""
+"""Code blocks of README.md and docs/guide.md run as they stand, each by its language; programs of other pages do."""
 
 import contextlib
 import re
@@ -75,10 +71,7 @@ def names_for(block: Block, rank: int, folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def as_a_program(folder: Path):
-    """In `folder`, without GPUs, and with the process group that a program would make and destroy.
-
-    An op `lib.product` exists.
-    """
+    """In `folder`, without GPUs, with a program's process group made already, and with an op `lib.product`."""
     with pytest.MonkeyPatch.context() as patch, torch.library._scoped_library("lib", "DEF") as library:
         library.define("product(Tensor a, Tensor b) -> Tensor")
         patch.setattr(torch.cuda, "is_available", lambda: False)

@@ -1,6 +1,4 @@
-"""Bad input gets one clear error before any collective, on every rank, and nothing hangs; Ctrl-C while a rank waits for
-another ends every program.
-"""
+"""Bad input gets one clear error on every rank before any collective, nothing hangs, and Ctrl-C ends waiting ranks."""
 
 import contextlib
 import os

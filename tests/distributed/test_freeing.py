@@ -1,6 +1,4 @@
-"""A sharded model is freed with its last reference, and what outlives it stays usable or says what is wrong. Units hold
-nothing of a forward that was dropped or raised, nor of a frozen unit.
-"""
+"""A sharded model is freed with its last reference, and what outlives it stays usable or says what is wrong."""
 
 import contextlib
 import gc
@@ -202,11 +200,7 @@ def own_ranks():
 
 @pytest.mark.slow
 def test_compiled_models_that_come_and_go_take_what_dynamo_keeps(monkeypatch, own_ranks):
-    """Dynamo keeps guards and a log of each compile, unsharded too, and guards of sharded models watch 29 objects that
-    live on, of unsharded ones 13.
-
-    torch's flight recorder, which holds the code that called each of the last 2,000 collectives, is off.
-    """
+    """Dynamo keeps guards and a log of each compile: guards of sharded models watch 29 living objects, others 13."""
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
     theirs, ours = (growth(lambda world: own_ranks, 50, 200, prepare) for prepare in (unsharded, compiled))
     assert ours < 3 * theirs + 4_000_000

@@ -1,6 +1,4 @@
-"""Whole parameters outside of a forward: `zcompile.full_parameters`, names and tensors of one bucket at a time; losses,
-averages and copies that take them, which are right, or an error with a remedy.
-"""
+"""Whole parameters outside of a forward: `zcompile.full_parameters`, and losses, averages and copies by them."""
 
 import contextlib
 import copy

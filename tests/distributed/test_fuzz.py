@@ -38,11 +38,7 @@ def batch(seed, rank):
 
 
 def check_module(seed, rank, world):
-    """Losses and gradients of two steps, bitwise those of the eager sharded model and close to those of one piece.
-
-    Every other seed takes two microbatches a step. There the compiled model shares what it gathers, and adds gradients
-    as it reduces them. Returns how many graphs it checked.
-    """
+    """Two steps, bitwise as eager, close to one piece; odd seeds have two microbatches. Returns a count of graphs."""
     microbatches = 1 + seed % 2
     reference = fuzz.Model(seed)
     eager, compiled = (zcompile.shard(copy.deepcopy(reference)) for _ in range(2))
@@ -101,10 +97,7 @@ class Poisoner(Interpreter):
 
 
 def check_plans(seed, rank, world):
-    """Random plans of one module's forward and backward, bitwise what the graphs give before they are planned.
-
-    Returns how many graphs it checked.
-    """
+    """Random plans of forward and backward, bitwise what unplanned graphs give. Returns how many graphs it checked."""
     model = zcompile.shard(fuzz.Model(seed))
     state_of(model).runtime.use_transport("late c10d")
     taken = []
@@ -145,10 +138,7 @@ def check_plans(seed, rank, world):
 
 
 def check_replays(seed, rank, world):
-    """Random steps of one module: with captured code, they compute and note what they do without.
-
-    Returns how many replays it checked.
-    """
+    """Captured code computes and notes in random steps what code does without. Returns how many replays it checked."""
 
     def train(model, optimizer, _, step):
         drawn = random.Random(f"{seed} {step}")

@@ -1,6 +1,4 @@
-"""How often eager code gathers, as FSDP2: each parameter once in forward and, of blocks, once in backward. And when it
-reduces: as soon as gradients are there, whatever earlier graphs are still alive.
-"""
+"""How often eager code gathers, as FSDP2 does, and that it reduces as soon as gradients are there."""
 
 import copy
 
@@ -19,7 +17,6 @@ TOKENS = torch.arange(10).view(2, 5)
 
 
 def t5():
-    """Its blocks return what they were given, too: the position bias."""
     return hugging_face("t5")
 
 

@@ -1,7 +1,4 @@
-"""Work of the host in a step, counted: it costs more than GPUs' where a step is short, and grows unnoticed.
-
-Of a model with 2 and with 1 transformer block of 12 parameters, so that the difference is that of a block.
-"""
+"""Work of the host in a step, counted for models with 2 and with 1 transformer block: the difference is a block's."""
 
 import collections
 import sys

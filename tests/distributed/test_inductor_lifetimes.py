@@ -1,9 +1,7 @@
 """How Inductor treats the ways to say when an unsharded parameter dies: a test for each row of the lifetime table.
 
-Each test runs a small function in which a functional `make` stands for a gather. A pass after the partition rewrites it
-to the form under test, as zcompile's own pass does. If torch changes its mind on one, the design may change with it. No
-test needs ranks, but Inductor takes its time.
-"""
+A functional `make` stands for a gather, and a pass after the partition rewrites it to the form under test, as
+zcompile's own pass does. If torch changes its mind on one, the design may change with it."""
 
 import functools
 import re
@@ -91,10 +89,7 @@ X, W = torch.randn(16, 16), torch.randn(16, 16)
 
 
 def two_products(x, w):
-    """Buffers of one size, so that any may be recycled as any other.
-
-    Of `-w`: on CPU, Inductor takes an input to be unaligned, and what an op makes of it too, and does not recycle that.
-    """
+    """Buffers of one size: any may be recycled as any other; of `-w`, since unaligned inputs are not recycled."""
     return t.make(-w) @ x @ x
 
 

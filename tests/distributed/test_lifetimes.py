@@ -25,7 +25,6 @@ MATRIX_BYTES = 4 * WIDTH**2
 
 
 def three_layers():
-    """Parameters, activations and gradients of one size: Inductor may recycle any buffer as any other."""
     return Chain(*(layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())))
 
 
@@ -82,9 +81,7 @@ def code_order(code):
 def rank_late_step(rank, world, sabotage=None, gather_budget_bytes=MATRIX_BYTES, bucket_bytes=0):
     """One step on Inductor beside the unsharded model, on a transport that is late: NaN until the wait.
 
-    Returns the worst relative error of loss and gradients; the order of forward and of backward in FX, and in generated
-    code; and that code.
-    """
+    Returns the worst relative error; the orders of forward and backward in FX and in generated code; and that code."""
     torch.manual_seed(0)
     reference = three_layers()
     model = zcompile.shard(copy.deepcopy(reference))

@@ -18,9 +18,7 @@ from tests.support.time_limits import scaled
 def check(op, make_args, *, values=True, gradients=False, alias=False):
     """Every check of `torch.library.opcheck`, on the very tensors given: a copy of a shard is no shard.
 
-    `values=False` compares shapes alone where a result is in flight. An op whose output aliases an input cannot pass
-    AOTAutograd's functionalisation (`alias=True`); zcompile makes those after it.
-    """
+    `values=False`: a result is in flight. `alias=True`: an alias of an input cannot pass functionalisation."""
     with mock.patch.object(generate_tests, "deepcopy_tensors", lambda inputs: inputs):
         for utility in ("test_schema", "test_autograd_registration", "test_faketensor"):
             opcheck(op, make_args(), test_utils=utility)

@@ -1,8 +1,4 @@
-"""The table of optimizers in docs/behaviours.md: three steps beside FSDP2 and beside the unsharded model.
-
-FSDP2 decides: where it steps, zcompile steps as unsharded; where it raises, zcompile raises the same, and the remedy
-that the table names steps as unsharded.
-"""
+"""The table of optimizers in docs/behaviours.md: zcompile steps as unsharded where FSDP2 steps, else it raises too."""
 
 import copy
 import functools
@@ -23,8 +19,7 @@ from tests.support.reference import FP32, pair, same_parameters
 
 
 class Blockwise(optim.Optimizer):
-    """SGD whose momentum is 8 bits per element and a scale per block of 32, by an op that knows no DTensor, as those of
-    bitsandbytes are."""
+    """SGD whose momentum is 8 bits per element and a scale per block of 32, by an op that knows no DTensor."""
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
@@ -63,13 +58,7 @@ def by_foreach(make, params, fused, **options):
 
 
 class Case(NamedTuple):
-    """An optimizer and its options.
-
-    Attributes:
-        error: of torch 2.13; "": it steps as unsharded.
-        remedy: (make, params, **options) -> an optimizer that steps as unsharded where this one raises.
-        widths: of the layers. The default is not divided evenly by two ranks.
-    """
+    """An optimizer, torch 2.13's error, a remedy that steps where it raises, and widths, uneven by default."""
 
     make: Callable[..., Any]
     options: dict[str, Any]

@@ -142,10 +142,7 @@ def test_a_rank_at_its_step_is_told_what_the_thread_finds(rank, world):
 
 
 def test_a_rank_that_starts_none_is_a_step_ahead_at_most(rank, world):
-    """As peer to peer, where what is gathered and reduced is no collective.
-
-    The first step of rank 0 waits for no rank, and the second for the first one of rank 1.
-    """
+    """As peer to peer, without collectives: rank 0's first step waits for no rank, its second for rank 1's first."""
     model, optimizer = trained()
     backward(model)
     optimizer.step()

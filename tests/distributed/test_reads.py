@@ -1,9 +1,4 @@
-"""Forwards read parameters in all ways that users know, and train as the unsharded model does, in eager and compiled.
-
-Each runs with all parameters trained, with most of them frozen, and without gradients. FSDP2 does so, too. Then what
-compiled forwards read behind graph breaks and in units, what is refused by the parameter's name, and transforms of
-torch.func around a sharded model.
-"""
+"""Forwards read parameters in all ways that users know, trained, mostly frozen, and without gradients, as unsharded."""
 
 import functools
 import itertools

@@ -1,5 +1,4 @@
-"""Blocks and units may return tensors in any container, or functions, share parameters, compute in another thread, and
-have gradients of any strides."""
+"""Blocks and units may return any container or a function, share parameters, compute in a thread, have any strides."""
 
 import dataclasses
 import functools
@@ -198,8 +197,7 @@ def thread_loss(model, step, rank):
     "make, units, loss", [(in_threads, [InThread], thread_loss), (ReturnsClosure, None, closure_loss)]
 )
 def test_a_backward_that_reads_parameters_without_memory_is_an_error(rank, world, make, units, loss):
-    """Of a unit in a thread: its kernels do not look whether there is memory, and the process would end. Of a block:
-    nothing tells when backward comes to the results of the function that forward returned."""
+    """In a thread, kernels do not look for missing memory; of a block's function, nothing tells when backward comes."""
     model = zcompile.shard(make(), units=units)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss(model, 0, rank).backward()

@@ -75,10 +75,7 @@ def test_a_backward_of_inputs_adds_no_gradient_of_parameters(rank, world, reduce
 
 
 def zero_bubble(model, rank):
-    """Three microbatches: the parameters' gradients of the first two come late, around a whole backward of the third.
-
-    Returns the gradients of inputs.
-    """
+    """Parameters' gradients of two microbatches come late, around the backward of a third. Returns those of inputs."""
     batches = [inputs(i, rank) for i in range(3)]
     losses = [model(x).square().mean() for x in batches]
     later = [stage_backward_input([losses[i]], None, [batches[i]], model.parameters())[1] for i in range(2)]

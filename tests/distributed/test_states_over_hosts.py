@@ -98,7 +98,6 @@ def test_ranks_of_all_hosts_plan_alike(rank, world, states):
 
 
 def even():
-    """A model whose sizes divide by 6 and by 4, of which all takes part in each step."""
     return Chain(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 12))
 
 

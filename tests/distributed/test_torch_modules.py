@@ -1,8 +1,4 @@
-"""Modules of torch.nn, sharded over two ranks, train as they do unsharded, as does a compiled model whose root is one.
-
-torch.compile wraps the call of such a root in a function of its own, so that Dynamo traces all of the call, and
-model.compile() of one compiles nothing (pytorch/pytorch#150915).
-"""
+"""Modules of torch.nn train as unsharded, and compiled as roots, whose call torch.compile wraps (pytorch#150915)."""
 
 import functools
 

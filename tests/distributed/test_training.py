@@ -1,7 +1,4 @@
-"""Every way to train that users have, on sharded and compiled models, against the unsharded single-process model.
-
-Compiled equals eager bit by bit, Inductor stays close to the unsharded model, and passes change no number.
-"""
+"""Every way to train that users have, eager and compiled, against the unsharded model; passes change no number."""
 
 import functools
 import time
@@ -240,10 +237,7 @@ def many_tokens_loss(model, step, rank, narrow):
 @pytest.mark.parametrize("narrow, tolerance", [(False, 1e-5), (True, 2e-3)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("late", [False, True], ids=["prompt", "late"])
 def test_inductor_stays_close_to_the_unsharded_model(rank, world, narrow, tolerance, late):
-    """Losses. `late` poisons what is in flight: whatever reads or reuses it too soon yields NaN.
-
-    test_lifetimes.py has one step of a smaller model.
-    """
+    """Losses. `late` poisons what is in flight: whatever reads or reuses it too soon yields NaN."""
 
     def prepare(model):
         compiled(model, inner="inductor")

@@ -1,5 +1,4 @@
-"""`zcompile.integrations.huggingface.SFTTrainer` beside TRL's own with the model under FSDP2, and TRL's other trainers
-through `TrainerMixin` beside TRL's own in one process."""
+"""zcompile's SFTTrainer beside TRL's with the model under FSDP2, and TRL's other trainers through `TrainerMixin`."""
 
 import pytest
 import torch

@@ -1,7 +1,4 @@
-"""What users may do with units: contents and results, in-place edits, unshard, freezing, calls of parts.
-
-Then backwards: hooks of parameters, checkpoints, several backwards, accumulation, exceptions.
-"""
+"""Units with all contents, results, edits, freezing, hooks, checkpoints, backwards and exceptions of users."""
 
 import functools
 import threading

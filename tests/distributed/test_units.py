@@ -1,9 +1,4 @@
-"""Units: what a rank reads of them may differ from rank to rank; in which order they gather and reduce, and how much is
-unsharded meanwhile.
-
-Mixtures of experts from transformers whose ranks route differently, and batches of many lengths: sharded models compile
-no more graphs than the unsharded model under torch.compile does.
-"""
+"""Units: ranks may read different ones; orders of gathers and reduces; bytes that are unsharded; numbers of graphs."""
 
 import functools
 import itertools

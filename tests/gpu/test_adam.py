@@ -1,8 +1,4 @@
-"""The fused Adam step, which also writes the shard cache, against torch's own.
-
-Adam's states in host memory: their place, the time of a step, and the same numbers as on the GPU. Main parameters
-there: reads and writes of them, and gathers that see these.
-"""
+"""The fused Adam step against torch's own, with states and main parameters on the GPU and in host memory."""
 
 import contextlib
 import copy
@@ -26,10 +22,7 @@ from zcompile.training import streamed_groups
 
 
 def train_with_optimizer(rank, transport, fuse, make, groups):
-    """Train eight steps. Main parameters are edited in between, and some gradients held.
-
-    Returns parameters and Adam's averages, and how many kernels cast in the last step.
-    """
+    """Eight steps, with edits and held gradients. Returns parameters, averages, and cast kernels of the last step."""
     torch.manual_seed(0)
     model = compiled_over(transport, Chain(*(Wide() for _ in range(4)), nn.Linear(2048, 77)).cuda())
     model[1].down.requires_grad_(False)

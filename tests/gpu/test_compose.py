@@ -1,5 +1,4 @@
-"""Tensor, expert and context parallelism on GPUs, where nothing but the order in which ranks start keeps them together;
-torch's own context parallelism, and flex attention in training, know the attention kernels of GPUs alone."""
+"""Tensor, expert and context parallelism on GPUs, and torch's attention kernels that GPUs alone have."""
 
 import functools
 

@@ -1,7 +1,4 @@
-"""Ranks that stop, or that start different collectives, give errors in time, with the names of what each started.
-
-Each test has ranks of its own. At the end, as tests/distributed/test_chaos.py, over NCCL.
-"""
+"""Ranks that stop or start different collectives give errors in time; each test has ranks of its own. Also chaos."""
 
 import datetime
 import os

@@ -1,8 +1,4 @@
-"""Peer to peer: values and groups of gathers, sums and squares of reduces, and which ranks wait for one another.
-
-Also what a reduce still reads after a wait, gradients in the place of shards that no gather will read again, and
-unsharded parameters whose memory is mapped from the ranks' cached shards instead of copied.
-"""
+"""Peer to peer: values and groups of gathers, sums of reduces, waits, gradients in place of shards, mapped memory."""
 
 import contextlib
 import ctypes
@@ -184,10 +180,7 @@ def make_chain():
 @pytest.mark.parametrize("world", [2, 4, 8])
 @on_gpus()
 def test_gradients_take_the_place_of_shards_unless_held(rank, world):
-    """A gradient that is held over the next forwards keeps its values, although a shard needs its place again.
-
-    Where nobody holds gradients, they take the place of shards.
-    """
+    """A gradient that is held keeps its values over the next forwards; others take the place of shards."""
     model = make_chain()
     x = torch.randn(64, 512, device="cuda")
     held = []

@@ -1,5 +1,4 @@
-"""Tensor subclasses with FSDP2's all-gather hooks on GPUs, over each transport, beside FSDP2 over NCCL; int8 gathers
-beside plain ones."""
+"""Tensor subclasses with all-gather hooks over each transport, beside FSDP2 over NCCL; int8 beside plain gathers."""
 
 import functools
 

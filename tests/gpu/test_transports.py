@@ -1,7 +1,4 @@
-"""Training over each transport: against the unsharded model, against eager, and against the other transports.
-
-Units, generation and packed weights over each.
-"""
+"""Training over each transport, against the unsharded model, eager, and others; units, generation, packed weights."""
 
 import copy
 import functools

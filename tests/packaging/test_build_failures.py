@@ -1,8 +1,4 @@
-"""What a build says if something is missing: one sentence with the command that mends it, and no traceback.
-
-setup.py runs on a stand-in for torch, and with toolkits that are empty files, so nothing is compiled. Where there is
-nvcc, sources that only a build with CUDA takes compile; nothing is run.
-"""
+"""A build that lacks something ends in one sentence with the remedy. Stand-ins for torch and CUDA compile nothing."""
 
 import os
 import re

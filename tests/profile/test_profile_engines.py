@@ -1,6 +1,4 @@
-"""The profiler's engines train as they should, models of one's own too. Engines that fail, and a profiler that is
-stopped: what is left, and who is gone.
-"""
+"""The profiler's engines train as one rank does; engines that fail, and a profiler that is stopped."""
 
 import signal
 import subprocess
@@ -35,10 +33,7 @@ def model_for(engine):
 
 
 def rank_losses(rank, world, engine, stance="force_eager"):
-    """Losses of four steps of a model with tied weights and a scalar, compiled if torch.compile's `stance` lets it be.
-
-    Returns those of `engine`, and those of the same model on one rank with the batches of all ranks.
-    """
+    """Losses of four steps of `engine`, those of the model on one rank with all ranks' batches, and its settings."""
     torch.manual_seed(0)
     with torch.compiler.set_stance(stance):
         entry, options = find(engine)

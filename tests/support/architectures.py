@@ -85,11 +85,7 @@ def kinds(task: str) -> list[str]:
 
 
 def small(task: str, kind: str) -> nn.Module:
-    """A small model of `kind`, in training mode. Two calls give the same values.
-
-    Raises:
-        CannotBeMade: in a few million parameters, or it does not train in eager; says why.
-    """
+    """A small model of `kind`, the same in each call. Raises CannotBeMade: too large, or it does not train in eager."""
     arguments = _arguments_that_work(task, kind)
     if isinstance(arguments, str):
         raise CannotBeMade(arguments)
@@ -127,11 +123,7 @@ TASK_OF = {"t5": "seq2seq", "vit": "images"}  # the others are causal
 
 
 def hugging_face(kind: str, experts: str = "batched_mm") -> nn.Module:
-    """A `small` model of transformers that can generate.
-
-    Args:
-        experts: how a mixture computes its experts: "eager" loops over those that tokens hit.
-    """
+    """A `small` model of transformers that can generate. "eager" `experts` are a loop over those that tokens hit."""
     model = small(TASK_OF.get(kind, "causal"), kind)
     if kind in ("mixtral", "deepseek_v3", "llama4_text"):
         model.config._experts_implementation = experts

@@ -15,14 +15,9 @@ class NoBrowser(Exception):
 
 
 def look(page: Path, screenshot: Path) -> tuple[str, str]:
-    """What the console of `page` was told, and its DOM when its scripts had run.
+    """The console of `page` and its DOM after its scripts, by Qt in a process of its own, or NoBrowser.
 
-    `screenshot` is written: a PNG of the upper `SIZE` pixels. Qt has a process of its own, which it takes with it when
-    it cannot start.
-
-    Raises:
-        NoBrowser: there is nothing to look with.
-    """
+    Writes `screenshot`, a PNG of the upper `SIZE` pixels."""
     flags = {"QT_QPA_PLATFORM": "offscreen", "QTWEBENGINE_CHROMIUM_FLAGS": "--no-sandbox --disable-gpu"}
     command = [sys.executable, __file__, page.as_uri(), screenshot]
     settings = {"check": True, "capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS}

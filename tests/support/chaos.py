@@ -1,8 +1,7 @@
 """Runs in which one rank fails: at a random place it raises, is killed, stops for a while or skips a batch.
 
-A run is right if all ranks end with the parameters that the unsharded model has after the same batches, or if all end
-in an exception or an exit, in time, with a text that names a rank and a parameter.
-"""
+A run is right if all ranks end with the unsharded model's parameters, or all in time with a text that names a rank and
+a parameter."""
 
 import contextlib
 import datetime

@@ -1,7 +1,4 @@
-"""CUDA graphs in tests: ways to train, and a stand-in without a GPU.
-
-The stand-in's replay calls the code again, and writes where the capture wrote.
-"""
+"""CUDA graphs in tests: ways to train, and a stand-in without a GPU, whose replay calls the code again."""
 
 import contextlib
 import itertools

@@ -22,10 +22,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 class Wide(nn.Module):
-    """Two matrices, by default of 4101 rows or columns.
-
-    A shard of either is larger than a memory page and ends inside one. Two equal shards have one row more than 4101.
-    """
+    """Two matrices, by default of 4101 rows or columns: a shard is larger than a memory page and ends inside one."""
 
     def __init__(self, width=2048, inner=4101):
         super().__init__()

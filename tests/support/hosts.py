@@ -1,9 +1,7 @@
 """Emulated hosts: network namespaces joined by a bridge, over links of limited rate, with gloo ranks in each.
 
-A rank enters the namespace of its host after the fork server made it, and before it has a socket. The ranks of one host
-reach each other by its loopback device, so the counters of its link count the bytes across hosts. The bridge is in a
-namespace of its own, so that sessions side by side, and the machine's network, share nothing.
-"""
+A rank enters its host's namespace before it has a socket. Ranks of one host use its loopback device, so counters of
+its link count bytes across hosts. The bridge has a namespace of its own, so that sessions share nothing."""
 
 import ctypes
 import os

@@ -15,11 +15,9 @@ SECOND = "second"  # the queue of `aside`
 
 
 class LateLink(HostLink):
-    """Queues hold their work back until something waits for it, but for those in `eager`, which never rest.
+    """Queues hold their work back until something waits for it, but for those in `eager`.
 
-    It leaves out waits of the kinds in `ignored`: (the queue that waits, the queue that it waits for), with None for
-    the host. Host memory is memory that it allocated itself. `offload`: the argument of `fuse_optimizer`.
-    """
+    `ignored` waits, (the waiting queue, the other queue or None for the host), are left out."""
 
     def __init__(self, offload, eager=(), ignored=()):
         self.offload = offload

@@ -25,10 +25,7 @@ class Run(NamedTuple):
 
 
 def train_microbatches(rank, around, device="cpu", transport=None, edit=False, **how) -> Run:
-    """Train for `STEPS` steps of `MICROBATCHES` each, each step inside of `around(model)`.
-
-    `edit` changes a parameter after every microbatch.
-    """
+    """Train `STEPS` steps, each inside of `around(model)`; `edit` changes a parameter after every microbatch."""
     torch.manual_seed(0)
     model = compiled(Transformer().to(device), **how)
     if transport:

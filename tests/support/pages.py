@@ -35,11 +35,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(page: str) -> list[Block]:
-    """All fenced blocks of a page, a path from the root of the source.
-
-    Raises:
-        ValueError: a block does not end.
-    """
+    """All fenced blocks of a page, a path from the root of the source; ValueError if one does not end."""
     found: list[Block] = []
     heading, opened, lines = "", None, []
     for number, line in enumerate((ROOT / page).read_text().splitlines(), 1):
@@ -80,11 +76,7 @@ def check_config(text: str) -> None:
 
 
 def check_commands(text: str) -> None:
-    """Each line is a command that exists, with options that it has. Nothing is run.
-
-    Raises:
-        ValueError: no such command is known here.
-    """
+    """Each line is a command that exists, with options that it has, else ValueError. Nothing is run."""
     commands = [words for line in text.splitlines() if (words := shlex.split(line, comments=True))]
     assert commands
     checks = {"zcompile": check_zcompile, "make": check_make, "pip": check_pip, "torchrun": check_torchrun}

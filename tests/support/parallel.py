@@ -115,11 +115,7 @@ class Experts(nn.Module):
         self.ranks = 1
 
     def forward(self, x, chosen, weights):
-        """
-        Args:
-            x: [tokens, width].
-            chosen, weights: [tokens, experts of a token].
-        """
+        """x: [tokens, width]; chosen, weights: [tokens, experts of a token]."""
         return (self.forward_sorted if self.sorts else self.forward_slots)(x, chosen, weights)
 
     def forward_sorted(self, x, chosen, weights):

@@ -1,8 +1,4 @@
-"""Small models of transformers with plans of their own for tensor and expert parallelism, for tests.
-
-Older versions of transformers have no such plans. Test files that import this module are skipped with those: it comes
-before `zcompile.integrations.huggingface`, whose `distribute` needs the plans to be imported.
-"""
+"""Small models of transformers with parallel plans, for tests, which older versions skip when they import this."""
 
 import functools
 import os

@@ -33,8 +33,7 @@ def no_collector() -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_disk(nbytes: int = 0) -> Iterator[None]:
-    """No file may grow beyond `nbytes` here, nor in processes that this one starts. That is an OSError, as if a disk
-    were full."""
+    """No file may grow beyond `nbytes` here and in processes that this one starts: an OSError, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:

@@ -34,10 +34,7 @@ LINEAR = torch.nn.functional.linear  # DeepSpeed's zero.Init replaces it for goo
 
 
 class Ranks:
-    """`world` processes in one process group, gloo on CPU or NCCL on GPUs.
-
-    `run(function, ...)` calls a function of a test module on all of them.
-    """
+    """`world` processes in one process group, gloo on CPU or NCCL on GPUs, on which `run` calls a function."""
 
     def __init__(self, world: int, backend: str = "gloo"):
         self.world = world
@@ -109,10 +106,7 @@ class Ranks:
 
 @functools.cache
 def fork_server(number: int) -> forkserver.ForkServer:
-    """A process that has imported torch, and forks ranks.
-
-    There are two, since the ranks of users differ in how they hash strings, by which a program must not differ.
-    """
+    """A process that has imported torch and forks ranks: one of two, since users' ranks hash strings differently."""
     server = forkserver.ForkServer()
     server.set_forkserver_preload(["tests.support.ranks", "torch._dynamo", "torch._inductor.compile_fx", "zcompile"])
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
@@ -200,10 +194,7 @@ def _serve(rank: int, world: int, backend: str, port: int, pipe, environment: di
 
 
 def take_gpu(rank: int, world: int) -> None:
-    """Each rank takes a GPU of its own. Where there are fewer GPUs than ranks, several ranks share one.
-
-    NCCL and symmetric memory allow that if they are told so. It is slow, and NCCL works over sockets, as between hosts.
-    """
+    """A GPU of its own, or one that ranks share: NCCL allows that if it is told so, and then works over sockets."""
     gpus = torch.cuda.device_count()
     if gpus < world:
         os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
@@ -212,12 +203,10 @@ def take_gpu(rank: int, world: int) -> None:
 
 
 def _close_groups(store) -> None:
-    """Close the groups that a test opened. Gloo's threads for each wake ten times a second, used or not.
+    """Close the groups that a test opened, whose gloo threads wake ten times a second.
 
-    The names of closed groups come again, and gloo would find the old addresses under them. So groups to come look in
-    `store`. DTensor remembers results of ops by what their meshes look like, and would give those of a closed mesh. It
-    does so for each thread, of which autograd has one of its own for a GPU.
-    """
+    Names of closed groups come again, so later groups look in `store`, not at old addresses. DTensor caches results of
+    ops by mesh, for each thread, of which autograd has one of its own for a GPU."""
     _clear_sharding_prop_cache()
     if dist.get_backend() == "nccl":
         leaf = torch.zeros((), device="cuda", requires_grad=True)

@@ -126,13 +126,9 @@ def pair(
 def backward_beside(
     rank: int, world: int, model: nn.Module, reference: nn.Module, loss: Loss, step: int = 0, divisor: float = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Backwards of both. The reference sees the batches of all ranks, one after the other.
+    """Backwards of both, of the reference on all ranks' batches; returns both losses on this rank's batch.
 
-    Returns the loss of this rank, and the reference's on the same batch.
-
-    Args:
-        divisor: by which the sum of all ranks' gradients is divided, if not by `world`.
-    """
+    The sum of all ranks' gradients is divided by `divisor`, or by `world`."""
     ours = loss(model, step, rank)
     ours.backward()
     theirs = [loss(reference, step, other) for other in range(world)]

@@ -1,5 +1,4 @@
-"""zcompile's ops, shards to call them on without a model around them, and what a reduce must give: alike on CPU ranks
-and on GPUs."""
+"""zcompile's ops, shards to call them on without a model, and expected results, for CPU ranks and GPUs."""
 
 import torch
 import torch.distributed as dist

@@ -1,7 +1,4 @@
-"""The file of a compiled model: what is written is read, and nothing else is; and names of groups in its code.
-
-Each thing that compiled code depends on is a field of its fingerprint: if it differs, that field is named.
-"""
+"""The file of a compiled model: only a whole file of its own kind is read, and its fingerprint names differences."""
 
 import contextlib
 import dataclasses

@@ -1,5 +1,4 @@
-"""Classes and parameters of sharded modules are pickled and copied; whole sharded models are refused, and so are edits
-that would move a parameter to another place, by its name and before they begin."""
+"""Classes and parameters of sharded modules are pickled and copied; whole models and moved parameters are refused."""
 
 import abc
 import copy

@@ -1,5 +1,4 @@
-"""Each formula of `zcompile/costs/formulas` against arithmetic by hand, on a machine with round numbers; operations
-that are counted, against torch's own counter."""
+"""Each formula of `zcompile/costs/formulas` against arithmetic by hand; operations against torch's own counter."""
 
 import functools
 import logging

@@ -1,8 +1,4 @@
-"""What a user meets first: the backend's name, a model before any process group, options and DeepSpeed configs that
-cannot be. Needs no DeepSpeed.
-
-The compiled module: what zcompile/_C.pyi names, the C++ runtime that it uses, its sums of gradients on a CPU.
-"""
+"""First contacts: the backend's name, options and DeepSpeed configs that cannot be, the compiled module."""
 
 import ast
 import subprocess

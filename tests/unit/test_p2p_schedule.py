@@ -1,6 +1,4 @@
-"""Decisions of peer to peer that are plain C++ (csrc/p2p/schedule), over random sizes and programs: where cached shards
-lie and when they are stale, where gradients lie among them, and in which order an Adam step copies over gradients.
-"""
+"""csrc/p2p/schedule over random sizes: places of cached shards and of gradients among them, order of Adam steps."""
 
 import itertools
 import random
@@ -347,10 +345,7 @@ def backward_from_the_end(placement, until=0):
 
 
 def test_a_backward_that_raised_is_forgotten():
-    """Ranks that raised at different places learn the same from the next one, which finds all that it gathers.
-
-    A backward from the end fills all places: half of the gradients, being twice as wide, fit.
-    """
+    """Ranks that raised at different places learn the same from the next. Half of the gradients, twice as wide, fit."""
     ranks = [many_shards() for _ in range(3)]
     for step in range(4):
         for rank, until in zip(ranks, (COUNT // 2, COUNT // 3, COUNT), strict=True):

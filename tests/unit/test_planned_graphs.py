@@ -1,8 +1,4 @@
-"""What planned graphs promise to the compiler behind them; live bytes, against a run that counts what it holds; and
-sizes that no input decides, against sizes by hand.
-
-The pass that runs input gradients before weight gradients, so that unsharded parameters are freed early.
-"""
+"""Planned graphs: storages, buckets, live bytes, sizes that no input decides, and input gradients before weights'."""
 
 import functools
 from collections import defaultdict
@@ -267,12 +263,7 @@ def origin(node):
 
 
 def planned_products(graph, skipped):
-    """The products of the planned graph, by what they read.
-
-    Returns:
-        The place of each node; the product that reads an unsharded parameter, by the gradient that it reads; the other
-        products of those gradients, which make weight gradients.
-    """
+    """The place of each node; products that read unsharded parameters, by gradient; other products of gradients."""
     result = planned(graph, Settings(skip_passes=skipped).plan(LINK, FREE_BYTES))
     unsharded = {link for wait in calls(result, GATHER_WAIT) for link in chain(wait)}
     products = calls(result, aten.mm.default)
@@ -322,10 +313,7 @@ def test_weight_gradients_do_not_pass_a_write(traced):
 
 
 def test_weight_gradients_of_one_activation_come_together(traced):
-    """After all products that the activation's gradient is summed from.
-
-    Otherwise Inductor makes the activation again in a kernel of its own.
-    """
+    """Otherwise Inductor makes the activation again in a kernel of its own."""
     assert count_apart(traced[1].graph, ()) == 0
     assert count_apart(traced[1].graph, ("free",)) > 0
 

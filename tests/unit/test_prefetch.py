@@ -1,8 +1,4 @@
-"""When gathers and reduces start, by simulated exposure and by what is in memory at once; beside collectives of users
-too, by numbers that all ranks share; and which parameters are gathered again.
-
-The least exposed time of a graph, against schedules that are drawn at random and against times by hand.
-"""
+"""Starts of gathers and reduces, second gathers, collectives of users, and the least exposed time of a graph."""
 
 import functools
 import itertools
@@ -138,12 +134,7 @@ ATTENTION = [1, 4096, 4096]  # 32 MiB
 
 
 def backward_of(layers: int, gradients: list[tuple[list[int], int]], rank: int = 0) -> Graph:
-    """A backward in which a product makes each gradient, which is then reduced.
-
-    Args:
-        gradients: of each layer, in order: (shape, tokens of each expert).
-        rank: whose shards they are reduced to.
-    """
+    """A backward that makes and reduces `gradients`: (shape, tokens of each expert) of a layer, to `rank`'s shards."""
     graph, mode = Graph(), FakeTensorMode()
     made = layers * gradients
     inputs = [[graph.placeholder(f"{name}{i}") for name in ("left", "right", "shard")] for i in range(len(made))]
@@ -162,7 +153,6 @@ def backward_of(layers: int, gradients: list[tuple[list[int], int]], rank: int =
 
 
 def mixture() -> Graph:
-    """Products of experts are short, that of attention takes longer than the wire takes for the whole layer."""
     return backward_of(4, [(DOWN, 16), (GATE_UP, 16), (ATTENTION, 1 << 17)])
 
 

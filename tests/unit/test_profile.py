@@ -1,9 +1,4 @@
-"""What the profiler is given: engines with options, models, and arguments that it refuses in one line; operations of a
-step, for MFU, against the arithmetic of a decoder and of a mixture.
-
-The step that a plan predicts, and how engines are compared, also interrupted. A traced step is divided into compute,
-communication, exposed and idle time.
-"""
+"""Arguments that the profiler takes, operations that it counts, steps that it predicts, compares and divides."""
 
 import json
 import random
@@ -404,10 +399,7 @@ def test_a_slow_trace_is_made_again(monkeypatch, traced_ms, taken_ms):
 
 
 def test_bytes_on_the_wire():
-    """On eight ranks: a gather to 8 x 100 in bf16, a scatter of 800 in fp32, a sum of 10.
-
-    Barriers and broadcasts do not count.
-    """
+    """On eight ranks: a gather to 8 x 100 in bf16, a scatter of 800 in fp32, a sum of 10. Barriers do not count."""
 
     def nccl(name, into, out, dtype):
         args = {"Collective name": name, "In msg nelems": into, "Out msg nelems": out, "dtype": dtype}

@@ -53,7 +53,6 @@ def test_code_is_the_same_on_all_ranks(kernels):
 
 
 def without_number(code):
-    """`code` without the number of the graph in this process, which each rank would count from 0."""
     return re.sub(r"# AOT ID: \['\d+_", "# AOT ID: ['", code)
 
 

@@ -1,5 +1,4 @@
-"""`plan_shards` is a function of this rank's model alone: no process group, and the same description on all ranks; and
-what `shard_placement_fn` may return, and where a model trains that is given no mesh."""
+"""`plan_shards` needs no process group and describes alike on all ranks; results of a `shard_placement_fn`."""
 
 from types import SimpleNamespace
 
