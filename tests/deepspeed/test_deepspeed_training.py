@@ -25,7 +25,7 @@ from tests.support.deepspeed import (
 from tests.support.deepspeed_config import BF16, MICROBATCHES, config_of
 from tests.support.models import VOCABULARY, batch, normal
 from tests.support.pages import ROOT, blocks_of, check_config
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, slow_case
 from zcompile.artifact.aot import lacking
 
 
@@ -33,8 +33,8 @@ from zcompile.artifact.aot import lacking
     "world, flag, tolerances, config, length, end",
     [
         (2, {}, (0, 0), {}, 12, 8),  # of four ranks, gloo's reduce-scatter sums in an order of its own
-        pytest.param(2, {"inner": "inductor"}, (1e-6, 1e-6), {}, 12, 8, marks=pytest.mark.slow),
-        *(pytest.param(world, {}, (2e-3, 1e-2), BF16, 200, 20, marks=pytest.mark.slow) for world in (2, 4)),
+        slow_case(2, {"inner": "inductor"}, (1e-6, 1e-6), {}, 12, 8),
+        *(slow_case(world, {}, (2e-3, 1e-2), BF16, 200, 20) for world in (2, 4)),
     ],
     ids=["fp32", "inductor", "bf16", "bf16 of four"],
 )

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 import zcompile
 from tests.support.huggingface import LOSSES, Sentences, forget_accelerate, sharded_by_fsdp2, tiny_llama
+from tests.support.ranks import slow_case
 from tests.support.reference import same_values
 from zcompile.integrations.huggingface import Accelerator, CompilePlugin
 from zcompile.state.sharded_model import state_of
@@ -59,7 +60,7 @@ def prepared(sharded_by_zcompile, compiled=False):
     return accelerator, model, *accelerator.prepare(optimizer, *loaders)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiled", [False, slow_case(True)])
 def test_a_program_of_accelerate_trains_as_fsdp2(rank, world, compiled):
     theirs = train(*prepared(False))
     ours = train(*prepared(True, compiled))

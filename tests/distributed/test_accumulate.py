@@ -20,12 +20,12 @@ from tests.support.microbatches import (
     train_microbatches,
 )
 from tests.support.models import Transformer, batch, loss_of, mean_square, normal
-from tests.support.ranks import slow
+from tests.support.ranks import slow, slow_case
 from tests.support.reference import FP32, backward_beside, close, compiled, pair, same_grads, same_values, train_beside
 from tests.support.sharded_ops import ops
 from zcompile.state.sharded_model import state_of
 
-inners = pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=slow)])
+inners = pytest.mark.parametrize("inner", ["aot_eager", slow_case("inductor")])
 
 
 @inners
@@ -52,7 +52,7 @@ def test_a_cache_of_a_parameters_bytes_holds_that_parameter_and_one_of_none_noth
         assert [more - less for more, less in zip(expected.gathered_bytes, run.gathered_bytes)] == STEPS * [saved]
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("world", [2, slow_case(4)])
 @pytest.mark.parametrize("how", [{}, {"edit": True}, {"param_dtype": torch.bfloat16}], ids=["plain", "edit", "bf16"])
 def test_buckets_travel_as_ever_and_the_rest_is_shared(rank, world, how):
     """What is saved for backward, too. An edit between microbatches is seen."""

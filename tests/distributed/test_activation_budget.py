@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import zcompile
 from tests.support.decoder import SIZE
 from tests.support.models import normal
+from tests.support.ranks import slow_case
 from tests.support.reference import compiled, train_beside
 from zcompile.explanation.llama import Llama
 
@@ -116,9 +117,9 @@ def under_zcompile(budget, blocks, by_option, inner):
     "blocks, by_option, inner",
     [
         (3, True, "aot_eager"),
-        pytest.param(12, True, "aot_eager", marks=pytest.mark.slow),
-        pytest.param(12, False, "aot_eager", marks=pytest.mark.slow),
-        pytest.param(3, True, "inductor", marks=pytest.mark.slow),
+        slow_case(12, True, "aot_eager"),
+        slow_case(12, False, "aot_eager"),
+        slow_case(3, True, "inductor"),
     ],
 )
 def test_a_budget_saves_what_torch_alone_saves_under_it(rank, world, blocks, by_option, inner):
@@ -170,7 +171,7 @@ def test_save_on_cpu_around_compiled_code_moves_activations_and_no_unsharded_par
     assert offloaded_bytes(rank, world, 0.1) < 0.5 * offloaded_bytes(rank, world, 1.0)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inner", ["aot_eager", slow_case("inductor")])
 def test_rematerialized_is_what_products_read_of_pointwise_kernels(inner):
     """The results of norms and of the gated activation are not saved, and gradients stay the same."""
     size, saved, gradients = replace(SIZE, layers=2), [], []
@@ -229,7 +230,7 @@ def peak_under(limit, inner, rank, rows=ROWS, **of_model):
     return peak, [parameter.grad.full_tensor() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inner", ["aot_eager", slow_case("inductor")])
 def test_a_step_keeps_to_the_limit_and_uses_it(rank, world, inner):
     state_bytes = 12 * sum(parameter.numel() for parameter in Blocks(COUNT).parameters()) // world
     free_bytes, expected = peak_under(None, inner, rank)
@@ -246,7 +247,7 @@ def least_limit(call):
     return float(str(raised.value).split("The least is ")[1].split()[0])
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, slow_case(2)])
 def test_the_least_limit_takes_little_more_than_checkpointed_blocks(rank, world):
     """An error names that limit before anything runs. Gradients are bitwise those without a limit, dropout too."""
     checkpointed, _ = peak_under(None, "aot_eager", rank, dropout=0.5, checkpointing=True)

@@ -24,6 +24,7 @@ from tests.support.parallel import (
     token_loss,
     whole_loss,
 )
+from tests.support.ranks import slow_case
 from zcompile.artifact.aot import lacking
 from zcompile.artifact.file_format import decode
 from zcompile.artifact.program import make
@@ -103,9 +104,7 @@ def rank_compiles_once(rank, world, folder, path, kind):
     return results
 
 
-@pytest.mark.parametrize(
-    "kind, world", [("whole", 2), ("blocks", 2), pytest.param("parallel", 4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kind, world", [("whole", 2), ("blocks", 2), slow_case("parallel", 4)])
 def test_where_there_is_no_file_one_rank_of_each_position_compiles(ranks, inductor_cache, tmp_path, kind, world):
     path, makers = tmp_path / "new" / "model.zc", KINDS[kind][3]
     expected = ranks(2).run(rank_compiles, inductor_cache, False, {}) if kind == "whole" else None

@@ -13,13 +13,11 @@ from tests.support import raising
 from tests.support.compiling import OPTIONS, by_blocks, wrapped
 from tests.support.models import Transformer, normal
 from tests.support.raising import MayRaise
-from tests.support.ranks import slow
+from tests.support.ranks import slow_case
 from tests.support.reference import compiled, lm_loss, pair, same_backward, same_values
 
 SLOW_WAYS = functools.partial(compiled, fullgraph=False), by_blocks
-ways = pytest.mark.parametrize(
-    "prepare", [zcompile.shard, wrapped, *(pytest.param(each, marks=slow) for each in SLOW_WAYS)]
-)
+ways = pytest.mark.parametrize("prepare", [zcompile.shard, wrapped, *(slow_case(each) for each in SLOW_WAYS)])
 
 
 @ways

@@ -15,7 +15,7 @@ from tests.support import mixtures as units
 from tests.support.compiling import OPTIONS, by_blocks, wrapped
 from tests.support.mixtures import MixtureModel, routed_loss
 from tests.support.models import Block, Transformer
-from tests.support.ranks import slow
+from tests.support.ranks import slow_case
 from tests.support.reference import (
     FP32,
     backward_beside,
@@ -31,7 +31,7 @@ from tests.support.reference import (
 
 in_units = functools.partial(zcompile.shard, units=[Block])
 ways = pytest.mark.parametrize(
-    "prepare", [compiled, wrapped, *(pytest.param(each, marks=slow) for each in (zcompile.shard, by_blocks, in_units))]
+    "prepare", [compiled, wrapped, *(slow_case(each) for each in (zcompile.shard, by_blocks, in_units))]
 )
 
 
@@ -238,11 +238,7 @@ def step_now(optimizer, parameter):
 
 @pytest.mark.parametrize(
     "make, loss, prepare",
-    [
-        *CASES,
-        pytest.param(Transformer, lm_loss, by_blocks, marks=slow),
-        pytest.param(MixtureModel, routed_loss, units.sharded, marks=slow),
-    ],
+    [*CASES, slow_case(Transformer, lm_loss, by_blocks), slow_case(MixtureModel, routed_loss, units.sharded)],
 )
 def test_an_optimizer_in_backward_trains_as_unsharded(rank, world, make, loss, prepare):
     """torch's tutorial: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html"""
@@ -262,7 +258,7 @@ def clip_each(model):
 
 
 @pytest.mark.parametrize(("accumulate", "late"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("prepare", [pytest.param(zcompile.shard, marks=slow), compiled])
+@pytest.mark.parametrize("prepare", [slow_case(zcompile.shard), compiled])
 def test_a_hook_replaces_the_gradient_of_each_microbatch(rank, world, prepare, accumulate, late):
     reference, model = pair(Transformer, prepare)
     with zcompile.accumulate(model) if accumulate else contextlib.nullcontext():

@@ -30,15 +30,8 @@ from tests.support.parallel import (
     spread_experts,
     token_loss,
 )
-from tests.support.ranks import on_ranks, slow
-from tests.support.reference import (
-    backward_beside,
-    pair,
-    same_backward,
-    same_bits,
-    same_grads,
-    train_beside,
-)
+from tests.support.ranks import on_ranks, slow, slow_case
+from tests.support.reference import backward_beside, pair, same_backward, same_bits, same_grads, train_beside
 from tests.support.time_limits import scaled
 
 
@@ -73,7 +66,7 @@ def unequal_loss(model, step, rank):
     return model(x, mask).square().mean()
 
 
-@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=slow)])
+@pytest.mark.parametrize("inner", ["eager", slow_case("aot_eager")])
 @on_ranks(4)
 def test_ranks_may_have_other_lengths_and_experts_without_tokens(rank, world, inner):
     """Compiled code ends where counts of tokens become sizes. Ranks compile for lengths of their own."""
@@ -96,7 +89,7 @@ def test_variants_of_expert_parallel_models_train_as_unsharded(rank, world, vari
     train_beside(rank, world, prepare, make=lambda: variant(Mixture()), loss=token_loss)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("eager", marks=slow)])
+@pytest.mark.parametrize("inner", ["aot_eager", slow_case("eager")])
 @on_ranks(4)
 def test_gradients_of_several_domains_accumulate(rank, world, inner):
     """Three microbatches give the sum of their gradients."""
@@ -162,7 +155,7 @@ def test_ranks_that_place_parameters_otherwise_are_told(rank, world):
 ORDERS = int(os.environ.get("ZCOMPILE_COMPOSE_ORDERS", "5"))
 
 
-@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=slow)])
+@pytest.mark.parametrize("inner", ["eager", slow_case("aot_eager")])
 @on_ranks(4, timeout=60 + 3 * ORDERS)
 def test_delays_of_ranks_change_nothing(rank, world, inner):
     """Gradients of delayed steps are those of steps without delays, bit by bit. ZCOMPILE_COMPOSE_ORDERS: how many."""
@@ -204,8 +197,8 @@ def mixture():
     return expert_parallel("cpu", "eager", Mixture(), shard=Shard(0))
 
 
-@pytest.mark.parametrize("make", [dense, pytest.param(mixture, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("how", ["prefetch", pytest.param("order", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [dense, slow_case(mixture)])
+@pytest.mark.parametrize("how", ["prefetch", slow_case("order")])
 @on_ranks(4, timeout=60)
 def test_a_rank_that_would_run_another_program_is_an_error_on_all(rank, world, make, how):
     """Rank 3 alone; under tensor parallelism it shares shards with rank 1, and sums with rank 2."""

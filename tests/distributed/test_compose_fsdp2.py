@@ -18,7 +18,7 @@ from tests.support.parallel import (
     spread_experts,
     token_loss,
 )
-from tests.support.ranks import on_ranks, slow
+from tests.support.ranks import on_ranks, slow_case
 from tests.support.reference import clipped_steps, close, same_values
 
 FP32 = MixedPrecisionPolicy()
@@ -61,8 +61,8 @@ def mixture(kind, efsdp, ep, shard=ROWS, policy=FP32):
         (dense, (2, 2), FP32, 1e-6),
         (mixture, (2, 2), FP32, 1e-6),
         (mixture, (2, 2), BF16, 1e-2),
-        pytest.param(dense, (2, 2), BF16, 1e-2, marks=slow),
-        *(pytest.param(mixture, sizes, FP32, 1e-6, marks=slow) for sizes in ((2, 2, Shard(1)), (1, 4), (4, 1))),
+        slow_case(dense, (2, 2), BF16, 1e-2),
+        *(slow_case(mixture, sizes, FP32, 1e-6) for sizes in ((2, 2, Shard(1)), (1, 4), (4, 1))),
     ],
 )
 @on_ranks(4)
@@ -129,8 +129,8 @@ def test_a_write_to_a_parameter_of_tensor_parallelism_is_refused(rank, world):
     [
         (dense, ("zcompile", 2, 2), ("fsdp2", 4, 1)),
         (mixture, ("fsdp2", 2, 2), ("zcompile", 1, 4)),
-        pytest.param(dense, ("fsdp2", 4, 1), ("zcompile", 2, 2), marks=slow),
-        pytest.param(mixture, ("zcompile", 2, 2), ("fsdp2", 4, 1), marks=slow),
+        slow_case(dense, ("fsdp2", 4, 1), ("zcompile", 2, 2)),
+        slow_case(mixture, ("zcompile", 2, 2), ("fsdp2", 4, 1)),
     ],
 )
 @on_ranks(4)

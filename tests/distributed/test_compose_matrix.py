@@ -24,7 +24,7 @@ from tests.support.parallel import (
     spread_experts,
     token_loss,
 )
-from tests.support.ranks import on_ranks, slow
+from tests.support.ranks import on_ranks, slow, slow_case
 from tests.support.reference import close, train_beside
 from zcompile.state.sharded_model import models_of, state_of
 
@@ -135,9 +135,7 @@ def test_a_block_has_two_all_to_alls_each_way(rank, world, inner, make, recomput
     assert (forward, backward) == (2 * BLOCKS, (2 + recomputed) * BLOCKS)
 
 
-@pytest.mark.parametrize(
-    "inner", ["aot_eager", pytest.param("eager", marks=slow), pytest.param("inductor", marks=slow)]
-)
+@pytest.mark.parametrize("inner", ["aot_eager", slow_case("eager"), slow_case("inductor")])
 @on_ranks(4)
 def test_bytes_of_each_domain_are_counted(rank, world, inner):
     """In eager, autograd keeps weights from forward to backward."""

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 import zcompile
 from tests.support.parallel import maybe_compiled, mesh_of
 from tests.support.plans import deepseek, filled, llama, neox, oss, qwen, tokens_loss
-from tests.support.ranks import on_ranks, slow
+from tests.support.ranks import on_ranks, slow, slow_case
 from tests.support.reference import clipped_steps, close, same_values
 from zcompile.integrations.huggingface import distribute
 
@@ -72,7 +72,7 @@ def test_models_train_and_evaluate_as_with_fsdp2(rank, world, tmp_path, case, in
         close(mine, other.full_tensor(), 1e-6, name)
 
 
-@pytest.mark.parametrize("case", ["qwen-tp-ep", pytest.param("deepseek-ep", marks=slow)])
+@pytest.mark.parametrize("case", ["qwen-tp-ep", slow_case("deepseek-ep")])
 @on_ranks(4)
 def test_models_made_on_the_meta_device_load_whole_state_dicts(rank, world, case):
     """Made on the meta device, where only a state dict gives values; beside one that was sharded with them."""

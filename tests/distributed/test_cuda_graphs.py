@@ -25,13 +25,13 @@ from tests.support.cuda_graphs import (
     two_forwards_first,
     without_gradients,
 )
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import Ranks, on_ranks, slow_case
 from zcompile import options, shard, stats
 from zcompile.profile.zcompile_engines import Eager
 from zcompile.state.sharded_model import state_of
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("world", [slow_case(1), 2])
 def test_replays_compute_and_note_as_calls_do(rank, world):
     model = same_as_uncaptured("cpu", rank, plain)
     assert counts(model) == (2, 20)  # forward and backward, from the third of twelve steps on

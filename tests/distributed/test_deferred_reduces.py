@@ -12,7 +12,7 @@ import zcompile
 from tests.support.deferred import MICROBATCHES, all_close, prepared, reference_grads, run
 from tests.support.microbatches import assert_same_run, separately, train_microbatches
 from tests.support.models import Transformer, batch, loss_of, normal
-from tests.support.ranks import on_ranks, slow
+from tests.support.ranks import on_ranks, slow_case
 from tests.support.reference import compiled, train_beside
 from tests.support.sharded_ops import rank_native_sums
 
@@ -33,7 +33,7 @@ def rank_defers_replicas(rank, world, inner):
     return [grad.sum().item() for grad in deferred[1]]
 
 
-@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=slow)])
+@pytest.mark.parametrize("inner", ["eager", slow_case("aot_eager")])
 def test_sums_over_replicas_may_wait_for_the_last_microbatch(ranks, inner):
     of_ranks = ranks(4).run(rank_defers_replicas, inner)
     assert all(each == of_ranks[0] for each in of_ranks)
@@ -44,9 +44,9 @@ def test_sums_over_replicas_may_wait_for_the_last_microbatch(ranks, inner):
     [
         ("aot_eager", (2,), 2, {}),
         ("eager", (2,), 2, {"param_dtype": torch.bfloat16}),
-        pytest.param("eager", (2,), 2, {}, marks=slow),
-        pytest.param("inductor", (2,), 2, {}, marks=slow),
-        pytest.param("aot_eager", (2, 2), 4, {}, marks=slow),
+        slow_case("eager", (2,), 2, {}),
+        slow_case("inductor", (2,), 2, {}),
+        slow_case("aot_eager", (2, 2), 4, {}),
     ],
 )
 def test_gradients_may_be_reduced_once_behind_the_last_microbatch(rank, world, inner, shape, how):
@@ -147,7 +147,7 @@ def test_other_values_and_other_inner_blocks_are_refused(rank, world):
             pass
 
 
-@pytest.mark.parametrize("reduce, shape, world", [("last", (2,), 2), pytest.param("shards", (2, 2), 4, marks=slow)])
+@pytest.mark.parametrize("reduce, shape, world", [("last", (2,), 2), slow_case("shards", (2, 2), 4)])
 def test_models_with_units_may_defer(rank, world, reduce, shape):
     prepare = prepared("eager", dist.init_device_mesh("cpu", shape), units=[torch.nn.LayerNorm])
     (losses, grads, _), deferred = (run(rank, prepare, each) for each in ("each", reduce))
@@ -230,13 +230,13 @@ def test_a_change_of_grad_between_two_backwards_of_a_deferred_reduce_is_refused(
             model.zero_grad(set_to_none=False)
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), pytest.param(2, marks=slow), 4])
+@pytest.mark.parametrize("world", [slow_case(1), slow_case(2), 4])
 def test_native_sums_are_within_rounding(ranks, world):
     ranks(world).run(rank_native_sums)
 
 
-@pytest.mark.parametrize("around", [pytest.param(separately, marks=slow), zcompile.accumulate])
-@pytest.mark.parametrize("transport", [pytest.param("c10d", marks=slow), "late c10d"])
+@pytest.mark.parametrize("around", [slow_case(separately), zcompile.accumulate])
+@pytest.mark.parametrize("transport", [slow_case("c10d"), "late c10d"])
 def test_two_ranks_train_as_with_the_exact_sum(rank, world, transport, around):
     """Two numbers have one sum, so with an fp32 wire nothing may differ, added to what had accumulated or not."""
     exact = train_microbatches(rank, separately)

@@ -10,7 +10,7 @@ from torch import nn
 import zcompile
 from tests.support.embedding_rows import Tables, rank_rows_like_whole, tables_curve
 from tests.support.models import batch, loss_of
-from tests.support.ranks import slow
+from tests.support.ranks import slow, slow_case
 from tests.support.reference import backward_beside, compiled, lm_loss, pair, same_grads, train_beside
 from tests.support.sharded_ops import ops, shards
 from zcompile.compiler.backend import compile_aot_eager
@@ -19,8 +19,8 @@ from zcompile.graph.ops import GATHER, GATHER_ROWS, calls
 from zcompile.options import Settings
 
 
-@pytest.mark.parametrize("transport", [pytest.param("c10d", marks=slow), "late c10d"])
-@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("transport", [slow_case("c10d"), "late c10d"])
+@pytest.mark.parametrize("world", [slow_case(1), 2, slow_case(4)])
 def test_rows_are_those_of_the_whole_matrix(ranks, world, transport):
     ranks(world).run(rank_rows_like_whole, transport)
 
@@ -60,7 +60,7 @@ class ReadTwice(Tables):
         return super().forward(tokens) + self.head(self.kinds(tokens % 5))
 
 
-@pytest.mark.parametrize("make, rows, gathers", [pytest.param(Tables, 2, 4, marks=slow), (ReadTwice, 1, 5)])
+@pytest.mark.parametrize("make, rows, gathers", [slow_case(Tables, 2, 4), (ReadTwice, 1, 5)])
 def test_over_p2p_a_table_read_once_is_gathered_as_rows(rank, world, make, rows, gathers):
     """With the plan of GPUs that read each other's memory, over gloo; however little may be saved for backward."""
     reference, model = pair(make, zcompile.shard)

@@ -14,7 +14,7 @@ from torch import nn
 import zcompile
 from tests.support.commands import explained
 from tests.support.models import Transformer, batch, loss_of
-from tests.support.ranks import on_ranks, slow
+from tests.support.ranks import on_ranks, slow_case
 from tests.support.time_limits import scaled
 from zcompile.costs.formulas import registry
 from zcompile.explanation.workloads import WithLoss, load
@@ -44,7 +44,7 @@ def test_the_command_says_of_one_rank_what_a_run_of_it_says(rank, world, tmp_pat
         assert graph["compute_ms"] == pytest.approx(ours.compute_ms, rel=1e-6)
 
 
-@pytest.mark.parametrize("microbatch_cache_bytes", [pytest.param(None, marks=slow), 3000, pytest.param(0, marks=slow)])
+@pytest.mark.parametrize("microbatch_cache_bytes", [slow_case(None), 3000, slow_case(0)])
 def test_explain_says_what_microbatches_share(rank, world, microbatch_cache_bytes):
     """Of three microbatches, each gathers in forward and in backward."""
     options = {"inner": "aot_eager", "bucket_bytes": 0, "save_for_backward_bytes": 0}
@@ -80,7 +80,7 @@ def rank_explain_and_run(rank, world, save_for_backward_bytes):
     return plan, gathers, forward, zcompile.stats(model), {name: p.numel() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("save_for_backward_bytes", [None, pytest.param(0, marks=slow)])
+@pytest.mark.parametrize("save_for_backward_bytes", [None, slow_case(0)])
 def test_explain_says_what_a_run_does(ranks, save_for_backward_bytes):
     results = ranks(2).run(rank_explain_and_run, save_for_backward_bytes)
     mine, others = (result[0] for result in results)

@@ -20,6 +20,7 @@ from tests.support.chaos import context
 from tests.support.models import Transformer
 from tests.support.process import full_disk
 from tests.support.raising import RAISES, MayRaise
+from tests.support.ranks import slow_case
 from tests.support.reference import compiled, lm_loss
 from tests.support.time_limits import scaled
 from zcompile.ranks.program_check import Agreement, Line
@@ -212,7 +213,7 @@ def test_a_rank_that_dies_is_named_as_the_cause(ranks):
     assert "died" in dead
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inner", ["aot_eager", slow_case("inductor")])
 def test_a_backward_that_raised_leaves_nothing_behind(rank, world, inner):
     """Steps after a backward that raised in the middle, with gathers in flight, beside the same steps without it."""
     curves, peaks = [], []
@@ -264,12 +265,7 @@ def rank_main(rank, store, place, compiled, pipe):
 
 @pytest.mark.parametrize(
     "place, compiled",
-    [
-        ("forward", False),
-        ("backward", True),
-        pytest.param("forward", True, marks=pytest.mark.slow),
-        pytest.param("backward", False, marks=pytest.mark.slow),
-    ],
+    [("forward", False), ("backward", True), slow_case("forward", True), slow_case("backward", False)],
 )
 def test_ctrl_c_ends_ranks_that_wait_for_each_other(tmp_path, place, compiled):
     ours, theirs = zip(*(context().Pipe() for _ in range(2)), strict=True)

@@ -17,7 +17,7 @@ from tests.support.mixtures import EXPERTS, WIDTH, MixtureModel, StackedExperts
 from tests.support.models import Chain, mean_square
 from tests.support.process import no_collector, rss_bytes, threads
 from tests.support.raising import Fault
-from tests.support.ranks import Ranks, on_ranks
+from tests.support.ranks import Ranks, on_ranks, slow_case
 from tests.support.reference import close, compiled, losses_of, pair
 from tests.support.time_limits import scaled
 from tests.support.unit_chains import Chain as UnitChain
@@ -179,7 +179,7 @@ def growth(ranks, few, many, prepare):
     return max(grown)
 
 
-@pytest.mark.parametrize("few, many", [(10, 30), pytest.param(50, 200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("few, many", [(10, 30), slow_case(50, 200)])
 def test_models_that_come_and_go_take_no_memory_and_no_threads(ranks, few, many):
     """Each model has 68 kB of parameters and as much again in optimizer states, and has 40 kB of Python objects."""
     assert growth(ranks, few, many, zcompile.shard) < (many - few) * 10_000 + 4_000_000
@@ -215,7 +215,7 @@ def rank_records_collectives(rank, world, many):
     return sum(isinstance(thing, torch.fx.GraphModule) for thing in gc.get_objects())
 
 
-@pytest.mark.parametrize("recorded", [0, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recorded", [0, slow_case(2000)])
 def test_nothing_holds_graphs_of_models_that_are_gone(monkeypatch, own_ranks, recorded):
     """Nor does torch's flight recorder, which holds the code that called each of the last collectives."""
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", str(recorded))
@@ -255,7 +255,7 @@ def nothing_is_left(model):
     assert leaves and all(each() is None for each in leaves)
 
 
-@pytest.mark.parametrize("saves", [pytest.param("its input", marks=pytest.mark.slow), "its result"])
+@pytest.mark.parametrize("saves", [slow_case("its input"), "its result"])
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_forward_that_is_dropped_or_raises_leaves_no_memory(rank, world, saves, raises):
     model = [with_units(UnitChain(Watched(SAVES[saves], raises)))]
@@ -265,10 +265,7 @@ def test_a_forward_that_is_dropped_or_raises_leaves_no_memory(rank, world, saves
     nothing_is_left(model)
 
 
-@pytest.mark.parametrize(
-    "after",
-    [pytest.param("nothing", marks=pytest.mark.slow), "a forward", pytest.param("a backward", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("after", [slow_case("nothing"), "a forward", slow_case("a backward")])
 def test_a_model_with_units_is_freed_with_its_last_reference(rank, world, after):
     """Without the garbage collector."""
     model = with_units(make_chain(2))

@@ -10,15 +10,15 @@ from torch import nn
 
 import zcompile
 from tests.support.packed import FP8, PackedLinear, Quantized, frozen, quantized_loss
-from tests.support.ranks import on_ranks, slow
+from tests.support.ranks import on_ranks, slow, slow_case
 from tests.support.reference import BF16, FP32, close, compiled, full, pair, same_values, train_beside
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("world", [slow_case(1), 2, slow_case(4)])
 @pytest.mark.parametrize(
-    "prepare", [zcompile.shard, compiled, pytest.param(functools.partial(compiled, inner="inductor"), marks=slow)]
+    "prepare", [zcompile.shard, compiled, slow_case(functools.partial(compiled, inner="inductor"))]
 )
-@pytest.mark.parametrize("param_dtype", [None, pytest.param(torch.bfloat16, marks=slow)])
+@pytest.mark.parametrize("param_dtype", [None, slow_case(torch.bfloat16)])
 def test_training_beside_frozen_parameters_of_any_dtype(rank, world, prepare, param_dtype):
     tolerance = BF16 if param_dtype else FP32
     prepare = functools.partial(prepare, param_dtype=param_dtype)
@@ -83,7 +83,7 @@ def test_compiled_code_saves_no_dequantized_weight(rank, world):
     close(model.below.weight.grad, reference.below.weight.grad, FP32, "below")
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("world", [2, slow_case(4)])
 def test_any_dtype_is_saved_and_loaded(rank, world, tmp_path):
     reference, model = pair(Quantized, zcompile.shard)
     same_values(model.state_dict(), reference.state_dict())

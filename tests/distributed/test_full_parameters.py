@@ -15,7 +15,7 @@ import zcompile
 from tests.support.meshes import short_mesh
 from tests.support.models import Transformer, normal
 from tests.support.packed import Quantized
-from tests.support.ranks import on_ranks, slow
+from tests.support.ranks import on_ranks, slow_case
 from tests.support.reference import backward_beside, compiled, full, lm_loss, pair, same_grads, same_parameters, sgd
 from tests.support.time_limits import scaled
 
@@ -33,12 +33,12 @@ def with_buffers():
     return model
 
 
-SHAPES = [((2,), 2), *(pytest.param(shape, math.prod(shape), marks=slow) for shape in ((1,), (4,), (2, 2)))]
+SHAPES = [((2,), 2), *(slow_case(shape, math.prod(shape)) for shape in ((1,), (4,), (2, 2)))]
 
 
 @pytest.mark.parametrize("shape, world", SHAPES)
 @pytest.mark.parametrize(
-    ("dtype", "bucket_bytes"), [(None, 1 << 20), (torch.bfloat16, 3000), pytest.param(torch.float64, 1, marks=slow)]
+    ("dtype", "bucket_bytes"), [(None, 1 << 20), (torch.bfloat16, 3000), slow_case(torch.float64, 1)]
 )
 def test_tensors_are_those_of_the_unsharded_state(rank, world, shape, dtype, bucket_bytes):
     reference, model = pair(with_buffers, functools.partial(zcompile.shard, mesh=dist.init_device_mesh("cpu", shape)))

@@ -15,7 +15,7 @@ import zcompile
 import zcompile.training.fused_optimizer
 from tests.support.models import Transformer, mean_square, normal
 from tests.support.process import no_collector
-from tests.support.ranks import slow
+from tests.support.ranks import slow_case
 from tests.support.reference import compiled, lm_loss, same_values
 from zcompile.state.sharded_model import state_of
 
@@ -56,8 +56,8 @@ def curve(rank, fuse, make, closures):
     return [*losses, other.detach(), *(parameter.to_local().detach() for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize("closures", [pytest.param(False, marks=slow), True])
-@pytest.mark.parametrize("make", [torch.optim.AdamW, pytest.param(torch.optim.Adam, marks=slow)])
+@pytest.mark.parametrize("closures", [slow_case(False), True])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, slow_case(torch.optim.Adam)])
 def test_steps_are_torchs(rank, world, make, closures):
     same_values(*(curve(rank, fuse, make, closures) for fuse in (True, False)))
 

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Interpreter
 import zcompile
 from tests.support import fuzz
 from tests.support.cuda_graphs import counts, finish_step, same_as_uncaptured
-from tests.support.ranks import slow
+from tests.support.ranks import slow, slow_case
 from zcompile.compiler.backend import compile_aot_eager
 from zcompile.costs.hardware import CPU, H200
 from zcompile.explanation.trace import copied
@@ -194,7 +194,7 @@ def fuzz_on_two_ranks(ranks, check, graphs):
     assert min(counts) >= (graphs or 12)
 
 
-@pytest.mark.parametrize("graphs", [12, pytest.param(GRAPHS // 10, marks=slow, id="many")])
+@pytest.mark.parametrize("graphs", [12, slow_case(GRAPHS // 10, id="many")])
 def test_random_modules_train_as_eager_and_as_unsharded(ranks, graphs):
     fuzz_on_two_ranks(ranks, check_module, graphs)
 
@@ -204,6 +204,6 @@ def test_replays_of_random_steps_are_as_uncaptured_ones(ranks):
     fuzz_on_two_ranks(ranks, check_replays, GRAPHS // 10)
 
 
-@pytest.mark.parametrize("graphs", [100, pytest.param(GRAPHS, marks=slow, id="many")])
+@pytest.mark.parametrize("graphs", [100, slow_case(GRAPHS, id="many")])
 def test_random_plans_change_no_number_and_read_nothing_dead(ranks, graphs):
     fuzz_on_two_ranks(ranks, check_plans, graphs)

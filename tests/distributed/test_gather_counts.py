@@ -11,7 +11,7 @@ import zcompile
 from tests.support.architectures import hugging_face
 from tests.support.blocks import shard_in_blocks
 from tests.support.models import Chain, normal
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, slow_case
 
 TOKENS = torch.arange(10).view(2, 5)
 
@@ -59,7 +59,7 @@ def wrap_layers(model, backend):
     [
         (compile_layers, "aot_eager"),
         (wrap_layers, "aot_eager"),
-        pytest.param(compile_layers, "inductor", marks=pytest.mark.slow),
+        slow_case(compile_layers, "inductor"),
         (wrap_layers, "zcompile"),
     ],
 )

@@ -12,7 +12,7 @@ import zcompile
 from tests.support.architectures import VOCABULARY, hugging_face, hugging_face_loss
 from tests.support.meshes import short_mesh
 from tests.support.models import Transformer, batch
-from tests.support.ranks import on_ranks, slow
+from tests.support.ranks import on_ranks, slow, slow_case
 from tests.support.reference import compiled, pair, train_beside
 from tests.support.time_limits import scaled
 
@@ -64,10 +64,10 @@ STATIC = {"cache_implementation": "static"}
     [
         (eager, {}),
         (eager, STATIC),
-        pytest.param(compiled_loosely, {}, marks=slow),
-        pytest.param(eager, {"prefill_chunk_size": 2}, marks=slow),
-        pytest.param(compiled_loosely, STATIC, marks=slow),
-        pytest.param(functools.partial(compiled_loosely, inner="inductor"), STATIC, marks=slow),
+        slow_case(compiled_loosely, {}),
+        slow_case(eager, {"prefill_chunk_size": 2}),
+        slow_case(compiled_loosely, STATIC),
+        slow_case(functools.partial(compiled_loosely, inner="inductor"), STATIC),
     ],
 )
 def test_tokens_are_those_of_the_unsharded_model(rank, world, prepare, how):
@@ -98,8 +98,8 @@ def test_transformers_may_compile_with_zcompile(rank, world):
     generate_beside(rank, "llama", eager, {**STATIC, "compile_config": config})
 
 
-@pytest.mark.parametrize("prepare", [eager, pytest.param(compiled_loosely, marks=slow)])
-@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(100), marks=slow)])
+@pytest.mark.parametrize("prepare", [eager, slow_case(compiled_loosely)])
+@pytest.mark.parametrize("seeds", [range(5), slow_case(range(100))])
 @on_ranks(2, timeout=600)
 def test_ranks_stop_early_at_random(rank, world, prepare, seeds):
     reference, model = pair(make, prepare)
@@ -119,7 +119,7 @@ def test_ranks_stop_early_at_random(rank, world, prepare, seeds):
         assert torch.equal(*results), seed
 
 
-@pytest.mark.parametrize("prepare", [eager, pytest.param(compiled_loosely, marks=slow)])
+@pytest.mark.parametrize("prepare", [eager, slow_case(compiled_loosely)])
 def test_training_goes_on_after_a_generation(rank, world, prepare):
     def generate(model, reference, step):
         how = greedy(3 + 5 * ((rank + step) % 2))
@@ -166,7 +166,7 @@ def test_a_rank_that_trains_instead_is_told(rank, world):
             hugging_face_loss("llama", model, 0, rank).backward()
 
 
-@pytest.mark.parametrize("prepare", [pytest.param(compiled_loosely, marks=slow), eager])
+@pytest.mark.parametrize("prepare", [slow_case(compiled_loosely), eager])
 def test_a_rank_generates_alone_inside_of_unshard(rank, world, prepare):
     reference, model = pair(make, prepare)
     with zcompile.unshard(model):

@@ -10,7 +10,7 @@ from torch._inductor import metrics
 
 import zcompile
 from tests.support.models import Transformer
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, slow_case
 from tests.support.reference import lm_loss
 
 
@@ -35,7 +35,7 @@ def work_of(way, blocks, rank):
     return counters["stats"]["unique_graphs"], metrics.generated_kernel_count, events["call"]
 
 
-@pytest.mark.parametrize("way, most_calls", [pytest.param("whole", 400, marks=pytest.mark.slow), ("blocks", 1000)])
+@pytest.mark.parametrize("way, most_calls", [slow_case("whole", 400), ("blocks", 1000)])
 @on_ranks(2)
 def test_graphs_kernels_and_calls_of_python_a_block(rank, world, way, most_calls):
     # 344 and 924 calls with torch 2.13, of them torch's own, without zcompile: 33.

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import zcompile
 from tests.support.hosts import Hosts, cut_link, received_bytes, throttle_link
 from tests.support.models import Chain, Transformer, mean_square
-from tests.support.ranks import on_ranks, slow
+from tests.support.ranks import on_ranks, slow, slow_case
 from tests.support.reference import lm_loss, losses_of, pair, sgd, train_beside
 from tests.support.time_limits import scaled
 from zcompile.ranks.process_groups import all_gather_object
@@ -117,7 +117,7 @@ def rank_lost_host(rank, world, mode):
     return time.monotonic() - begin, ""
 
 
-@pytest.mark.parametrize("mode", [pytest.param("replicas", marks=pytest.mark.slow), "global"])
+@pytest.mark.parametrize("mode", [slow_case("replicas"), "global"])
 def test_a_host_that_is_lost_is_an_error_on_all_ranks_within_the_timeout(hosts, mode):
     pool = hosts(HOSTS * GPUS)
     answers = pool.run(rank_lost_host, mode)

@@ -12,7 +12,7 @@ from torch._inductor.utils import run_and_get_code
 
 import zcompile
 from tests.support.models import Chain
-from tests.support.ranks import TORCH, slow
+from tests.support.ranks import TORCH, slow_case
 from tests.support.reference import RIGHT, WRONG, compiled, relative_error
 from zcompile.costs.hardware import CPU
 from zcompile.graph.ops import GATHER_CACHED_START, GATHER_WAIT, REDUCE_START, REDUCE_WAIT, calls
@@ -165,7 +165,7 @@ def test_unsharded_parameters_are_freed_at_once_and_not_reused(late_steps):
                 assert not re.search(r"zcompile\.|extern_kernels|cpp_fused|# reuse", after)
 
 
-@pytest.mark.parametrize("sabotage", [reads_before_waiting, pytest.param(forgets_the_gradient, marks=slow)])
+@pytest.mark.parametrize("sabotage", [reads_before_waiting, slow_case(forgets_the_gradient)])
 def test_what_is_in_flight_is_read_or_reused_unless_waits_forbid_it(ranks, sabotage):
     """Why the numbers above are right. In the second, Inductor writes another result over a gradient in flight."""
     assert max(worst for worst, *_ in ranks(2).run(rank_late_step, sabotage)) > WRONG

@@ -12,6 +12,7 @@ import zcompile
 from tests.support.blocks import FORMS, shard_in_blocks
 from tests.support.compiling import OPTIONS
 from tests.support.models import mean_square, normal
+from tests.support.ranks import slow_case
 from tests.support.reference import close, same_backward, train_beside
 
 
@@ -53,7 +54,7 @@ def edited(model, edit, shard, is_compiled, runs_before):
     [
         *((edit, False) for edit in EDITS),
         ("drop a layer", True),
-        *(pytest.param(edit, True, marks=pytest.mark.slow) for edit in EDITS if edit != "drop a layer"),
+        *(slow_case(edit, True) for edit in EDITS if edit != "drop a layer"),
     ],
 )
 def test_what_is_left_trains(rank, world, edit, is_compiled):

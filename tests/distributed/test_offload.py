@@ -33,7 +33,7 @@ from tests.support.late_link import (
     unfused,
 )
 from tests.support.models import Chain, Transformer, mean_square, normal
-from tests.support.ranks import on_ranks, slow
+from tests.support.ranks import on_ranks, slow_case
 from tests.support.reference import autocast_loss, compiled, lm_loss, same_values
 from zcompile.state.sharded_model import state_of
 from zcompile.training.host_link import Queue
@@ -91,12 +91,12 @@ def curve(rank, link, shard, how, loss_of, make, steps):
     [
         (2, "moments", (), zcompile.shard, {}, lm_loss, torch.optim.AdamW, 6),
         (2, "moments", (Queue.TO_HOST,), zcompile.shard, {}, lm_loss, torch.optim.Adam, 6),
-        pytest.param(2, "moments", (Queue.TO_DEVICE,), compiled, {}, lm_loss, torch.optim.AdamW, 50, marks=slow),
+        slow_case(2, "moments", (Queue.TO_DEVICE,), compiled, {}, lm_loss, torch.optim.AdamW, 50),
         (2, "states", (), zcompile.shard, IN_BF16, lm_loss, torch.optim.AdamW, 6),
         (2, "states", (Queue.TO_HOST,), compiled, IN_BF16, lm_loss, torch.optim.Adam, 6),
         (2, "states", (Queue.TO_DEVICE,), compiled, {}, autocast_loss, torch.optim.AdamW, 6),
-        pytest.param(2, "states", (), compiled, IN_BF16, lm_loss, torch.optim.AdamW, 50, marks=slow),
-        pytest.param(2, "states", (Queue.COMPUTE,), compiled, {}, autocast_loss, torch.optim.AdamW, 50, marks=slow),
+        slow_case(2, "states", (), compiled, IN_BF16, lm_loss, torch.optim.AdamW, 50),
+        slow_case(2, "states", (Queue.COMPUTE,), compiled, {}, autocast_loss, torch.optim.AdamW, 50),
         (1, "states", (Queue.TO_HOST,), zcompile.shard, IN_BF16, lm_loss, torch.optim.Adam, 6),
         (1, "states", (), compiled, IN_BF16, lm_loss, torch.optim.AdamW, 6),
         (1, "states", (Queue.TO_DEVICE,), compiled, {}, autocast_loss, torch.optim.AdamW, 6),
@@ -148,7 +148,7 @@ def random_steps(rank, link, seed):
     return results_of(model, optimizer)
 
 
-@pytest.mark.parametrize("offload, world", [pytest.param("moments", 3, marks=slow), ("states", 1), ("states", 3)])
+@pytest.mark.parametrize("offload, world", [slow_case("moments", 3), ("states", 1), ("states", 3)])
 @on_ranks()
 def test_random_sizes_groups_dtypes_and_links(rank, world, offload):
     for seed in range(16):

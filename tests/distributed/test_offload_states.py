@@ -26,6 +26,7 @@ from tests.support.late_link import (
 from tests.support.main_parameters import EDITS_ON_CPUS, READS
 from tests.support.models import Transformer
 from tests.support.process import no_collector
+from tests.support.ranks import slow_case
 from tests.support.reference import autocast_loss, compiled, lm_loss, same_values
 from zcompile.state.attributes import SHARDED
 from zcompile.training.host_link import Queue
@@ -126,12 +127,7 @@ def stays(case, rank, **how):
 
 
 @pytest.mark.parametrize(
-    "case, reason",
-    [
-        ("eager", "in torch.float32,"),
-        pytest.param("evaluation", "bfloat16 and", marks=pytest.mark.slow),
-        ("tied", "bfloat16 and"),
-    ],
+    "case, reason", [("eager", "in torch.float32,"), slow_case("evaluation", "bfloat16 and"), ("tied", "bfloat16 and")]
 )
 def test_bytes_that_stay_on_the_device_are_told(rank, world, case, reason):
     """In one warning, whose remedy moves them, and in the statistics. A tied embedding is also read in float32."""
@@ -172,7 +168,7 @@ def test_states_over_hosts_are_refused(rank, world):
     zcompile.fuse_optimizer(model, optimizer, offload="moments")
 
 
-@pytest.mark.parametrize("world, replicas", [(1, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world, replicas", [(1, 1), slow_case(2, 2)])
 def test_compiled_code_of_one_rank_reads_narrow_shards(rank, world, replicas):
     """Though it was compiled before, when it read main parameters; and in replicas of one rank each."""
     results = []

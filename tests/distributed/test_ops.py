@@ -10,7 +10,7 @@ from torch.testing._internal.optests import aot_autograd_check, generate_tests
 from torch.utils import _pytree as pytree
 
 from tests.support.meshes import short_mesh
-from tests.support.ranks import on_ranks, slow
+from tests.support.ranks import on_ranks, slow_case
 from tests.support.sharded_ops import mean_in_order, ops, own_piece, rank_squares_of_reduces, shards
 from tests.support.time_limits import scaled
 
@@ -37,8 +37,8 @@ def arriving(start, values):
     return start.copy_(values)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=slow)])
-@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2])
+@pytest.mark.parametrize("dtype", [torch.float32, slow_case(torch.bfloat16)])
+@pytest.mark.parametrize("world", [slow_case(1), 2])
 def test_schemas_of_gathers_are_true(rank, world, dtype):
     _, (leaf,) = shards(world, (5, 3))
     shard = leaf.detach()  # the same storage; starts and waits only ever run after autograd
@@ -48,7 +48,7 @@ def test_schemas_of_gathers_are_true(rank, world, dtype):
     check(ops.gather_wait.default, lambda: (arriving(ops.gather_start(shard, [5, 3], dtype), unsharded),), alias=True)
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2])
+@pytest.mark.parametrize("world", [slow_case(1), 2])
 def test_schemas_of_reduces_are_true(rank, world):
     _, (leaf,) = shards(world, (5, 3))
     grad, shard = torch.randn(5, 3), leaf.detach()
@@ -66,8 +66,8 @@ INDICES = {
 }
 
 
-@pytest.mark.parametrize("name", ["matrix", *(pytest.param(name, marks=slow) for name in list(INDICES)[1:])])
-@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2])
+@pytest.mark.parametrize("name", ["matrix", *(slow_case(name) for name in list(INDICES)[1:])])
+@pytest.mark.parametrize("world", [slow_case(1), 2])
 def test_schemas_of_rows_are_true(rank, world, name):
     _, (leaf,) = shards(world, (5, 3))
     indices = INDICES[name]
@@ -77,7 +77,7 @@ def test_schemas_of_rows_are_true(rank, world, name):
     check(ops.reduce_rows_start.default, lambda: (rows, shard, [5, 3], torch.float32, indices), values=False)
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2])
+@pytest.mark.parametrize("world", [slow_case(1), 2])
 def test_schemas_of_groups_are_true(rank, world):
     _, leaves = shards(world, (5, 3), (), (7,))
     some = [leaf.detach() for leaf in leaves]
@@ -97,7 +97,7 @@ def test_the_checks_find_a_schema_that_lies(rank, world):
         check(torch.ops.zcompile_test_ops.lying_wait.default, lambda: (torch.randn(3),), alias=True)
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("world", [slow_case(1), 2, slow_case(4)])
 @pytest.mark.parametrize(
     "shapes", [[(13, 7), (), (1, 5), (0, 4), (8,)], [(1, 16), (1,)]], ids=["all", "a rank has none"]
 )
@@ -163,7 +163,7 @@ def test_a_second_derivative_is_refused(rank, world):
         torch.autograd.grad(unsharded.square().sum(), leaf, create_graph=True)
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=slow), 4])
+@pytest.mark.parametrize("world", [slow_case(2), 4])
 def test_reduce_is_the_fp32_sum_in_rank_order(rank, world):
     shapes = [(13, 7), (8,), (1, 5), (2, 2, 2), (), (0, 4)]  # odd, even, fewer rows than ranks, scalar, empty
     for dtype in (torch.float32, torch.bfloat16):
@@ -183,12 +183,12 @@ def test_reduce_is_the_fp32_sum_in_rank_order(rank, world):
                 assert torch.equal(ops.reduce(grad, leaf), expected), (shape, dtype)
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("world", [slow_case(1), 2, slow_case(4)])
 def test_squares_are_those_of_what_was_reduced(ranks, world):
     ranks(world).run(rank_squares_of_reduces)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("world", [2, slow_case(4)])
 def test_gather_is_the_whole_parameter(rank, world):
     shapes = [(7, 3), (8,), (1, 5), (), (0, 4)]
     torch.manual_seed(0)

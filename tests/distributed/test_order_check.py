@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zcompile
 from tests.support.blocks import OneOfTwo, shard_in_blocks
 from tests.support.meshes import short_mesh
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, slow_case
 from tests.support.time_limits import scaled
 from zcompile.ranks import order_watch
 from zcompile.ranks.order_watch import difference, first_difference
@@ -275,7 +275,7 @@ def rank_replicates(rank, world, shape):
     return difference_at_step(optimizer, model)
 
 
-@pytest.mark.parametrize("shape", [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [(2, 1), slow_case((2, 2))])
 def test_replicas_are_compared(ranks, shape):
     pool = ranks(shape[0] * shape[1])
     messages = pool.run(rank_replicates, shape)

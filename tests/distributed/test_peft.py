@@ -10,7 +10,7 @@ from torch import nn
 
 import zcompile
 from tests.support.architectures import hugging_face, hugging_face_loss
-from tests.support.ranks import slow
+from tests.support.ranks import slow, slow_case
 from tests.support.reference import FP32, close, compiled, losses_of, pair, same_values, train_beside
 
 peft = pytest.importorskip("peft")
@@ -31,8 +31,8 @@ def with_lora(**config) -> nn.Module:
 compiled_loosely = functools.partial(compiled, fullgraph=False)
 PREPARE = [
     zcompile.shard,
-    pytest.param(compiled_loosely, id="compiled", marks=slow),
-    pytest.param(functools.partial(compiled, fullgraph=False, inner="inductor"), id="inductor", marks=slow),
+    slow_case(compiled_loosely, id="compiled"),
+    slow_case(functools.partial(compiled, fullgraph=False, inner="inductor"), id="inductor"),
 ]
 
 

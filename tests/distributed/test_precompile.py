@@ -19,6 +19,7 @@ from tests.support import parallel
 from tests.support.artifacts import cache_in, compiler_counts, train
 from tests.support.meshes import as_rank
 from tests.support.parallel import TOKENS
+from tests.support.ranks import slow_case
 from zcompile.artifact import precompile
 from zcompile.artifact.file_format import ArtifactError, decode
 from zcompile.artifact.program import _source_lines, make
@@ -251,12 +252,12 @@ def rank_trains(rank, world, build, sizes, blocks, lengths, file, folder):
     "build, world, sizes, blocks, more, programs",
     [
         # Each rank of "tp" has its own slice of tokens, and rows of uneven layers.
-        pytest.param("sequence_parallel", 4, {}, "", (), ["tp 0", "tp 1"], marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", 8, {"dp": 4, "tp": 2, "ep": 4}, "", (), ["tp 0", "tp 1"], marks=pytest.mark.slow),
+        slow_case("sequence_parallel", 4, {}, "", (), ["tp 0", "tp 1"]),
+        slow_case("deepseek_v3", 8, {"dp": 4, "tp": 2, "ep": 4}, "", (), ["tp 0", "tp 1"]),
         ("three_blocks", 2, {}, "blocks", ("--steps", "0,1"), ["", ""]),  # equal ones have one program
-        pytest.param("three_blocks", 2, {}, "", ("--dynamic", "1"), [""], marks=pytest.mark.slow),
-        pytest.param(  # with units between them
-            *("looped", 2, {}, "layers.*.norm,layers.*.router", ("--dynamic", "0"), ["", ""]), marks=pytest.mark.slow
+        slow_case("three_blocks", 2, {}, "", ("--dynamic", "1"), [""]),
+        slow_case(  # with units between them
+            *("looped", 2, {}, "layers.*.norm,layers.*.router", ("--dynamic", "0"), ["", ""])
         ),
     ],
 )

@@ -13,7 +13,7 @@ import zcompile
 from tests.support.blocks import by_fsdp2, shard_in_blocks
 from tests.support.compiling import OPTIONS
 from tests.support.models import Chain, mean_square, normal
-from tests.support.ranks import on_ranks, slow
+from tests.support.ranks import on_ranks, slow, slow_case
 from tests.support.reads import BREAK_GRAPHS, NOT_COMPILED, WAYS, WIDTH, Reader, reading
 from tests.support.reference import backward_beside, compiled, full, pair, same_backward, train_beside
 
@@ -131,7 +131,7 @@ def broken(model, **how):
 
 
 @pytest.mark.parametrize("way", REFUSED)
-@pytest.mark.parametrize("mode", ["train", pytest.param("no_grad", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["train", slow_case("no_grad")])
 def test_what_would_be_lost_is_refused_by_name(rank, world, way, mode):
     model = compiled(reading(way, REFUSED[way])())
     traces = torch._dynamo.config.patch(graph_break_on_nn_param_ctor=False)  # else torch refuses nn.Parameter itself

@@ -14,6 +14,7 @@ import zcompile
 from tests.support.blocks import FORMS, shard_in_blocks
 from tests.support.compiling import OPTIONS
 from tests.support.models import Chain, mean_square, normal
+from tests.support.ranks import slow_case
 from tests.support.reference import compiled, train_beside
 
 
@@ -71,7 +72,7 @@ SHARDS = {
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
-@pytest.mark.parametrize("shards", ["blocks", "units", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shards", ["blocks", "units", slow_case("compiled")])
 def test_layers_return_tensors_in_any_container(rank, world, shards, container):
     make = CONTAINERS[container]
     train_beside(rank, world, SHARDS[shards], make=lambda: Layers(make), loss=mean_square(3, 6))

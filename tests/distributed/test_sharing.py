@@ -9,6 +9,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from tests.support.ranks import slow_case
 from tests.support.time_limits import scaled
 from zcompile import _C
 
@@ -31,7 +32,7 @@ def sends_to_all(sockets, rank, world):
     assert texts == {peer: b"%d" % peer for peer in range(world) if peer != rank}
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, slow_case(4)])
 def test_descriptors_reach_all_ranks_and_none_is_left_open(rank, world):
     before = len(os.listdir("/proc/self/fd"))
     sockets = connect(rank, world)

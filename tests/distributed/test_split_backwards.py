@@ -14,6 +14,7 @@ import zcompile
 from tests.support.blocks import FORMS
 from tests.support.compiling import OPTIONS
 from tests.support.models import normal
+from tests.support.ranks import slow_case
 from tests.support.reference import FP32, close, pair, same_grads
 from zcompile.state.sharded_model import state_of
 
@@ -54,7 +55,7 @@ def backwards_of_inputs(model, rank, of_inputs):
     [
         *((reduce, False) for reduce in ("each", "shards", "last")),
         ("last", True),
-        *(pytest.param(reduce, True, marks=pytest.mark.slow) for reduce in ("each", "shards")),
+        *(slow_case(reduce, True) for reduce in ("each", "shards")),
     ],
 )
 def test_a_backward_of_inputs_adds_no_gradient_of_parameters(rank, world, reduce, compiled):

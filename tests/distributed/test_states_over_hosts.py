@@ -16,7 +16,7 @@ from tests.support.deferred import ADAMW, all_close, reference_grads, run
 from tests.support.main_parameters import EDITS_ON_CPUS
 from tests.support.mixtures import Experts, MixtureModel, routed_loss
 from tests.support.models import Chain, Sometimes, Transformer, batch, loss_of, mean_square, sometimes_loss
-from tests.support.ranks import on_ranks, slow
+from tests.support.ranks import on_ranks, slow_case
 from tests.support.reference import (
     close,
     compiled,
@@ -56,9 +56,7 @@ CASES = [
 SLOW = [("aot_eager", 3, 6, "c10d"), ("inductor", 2, 4, "c10d"), ("eager", 4, 4, "c10d"), ("eager", 1, 2, "c10d")]
 
 
-@pytest.mark.parametrize(
-    "inner, hosts, world, transport", [*CASES, *(pytest.param(*each, marks=slow) for each in SLOW)]
-)
+@pytest.mark.parametrize("inner, hosts, world, transport", [*CASES, *(slow_case(*each) for each in SLOW)])
 @on_ranks()
 def test_training_equals_that_of_the_unsharded_model(rank, world, inner, hosts, transport):
     """Of sizes that do not divide, a scalar, tied embeddings, and a parameter of fewer rows than ranks."""
@@ -132,7 +130,7 @@ def test_a_step_crosses_hosts_with_one_gather_and_one_reduce_of_the_model(rank, 
 
 
 @pytest.mark.parametrize("reduce", ["each", "shards", "last"])
-@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=slow)])
+@pytest.mark.parametrize("inner", ["eager", slow_case("aot_eager")])
 @on_ranks(4)
 def test_microbatches_accumulate(rank, world, inner, reduce):
     """In bf16, runs are bitwise equal."""
@@ -155,7 +153,7 @@ def test_a_parameter_that_one_host_does_not_use_has_the_gradient_of_the_others(r
     all_close(grads, reference_grads(world, **of))
 
 
-@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=slow)])
+@pytest.mark.parametrize("inner", ["eager", slow_case("aot_eager")])
 @on_ranks(4)
 def test_ranks_may_hit_different_experts(rank, world, inner):
     prepare = prepared(inner, 2, world, **({"fullgraph": False} if inner != "eager" else {}))

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from tests.support.models import mean_square
+from tests.support.ranks import slow_case
 from tests.support.reference import close, compiled, pair, train_beside
 
 WIDTH, HEADS, TOKENS, WINDOW = 32, 2, 128, 16
@@ -70,7 +71,7 @@ def repeated():
 loss_of = mean_square(2, TOKENS, WIDTH)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inner", ["aot_eager", slow_case("inductor")])
 def test_flex_attention_without_gradients_is_that_of_the_unsharded_model(rank, world, inner):
     """torch trains it on GPUs alone: tests/gpu/test_compose.py."""
     reference, model = pair(lambda: nn.Sequential(Attention(), Attention()), functools.partial(compiled, inner=inner))
@@ -79,8 +80,7 @@ def test_flex_attention_without_gradients_is_that_of_the_unsharded_model(rank, w
 
 
 @pytest.mark.parametrize(
-    "make, inner",
-    [(Branches, "aot_eager"), pytest.param(Branches, "inductor", marks=pytest.mark.slow), (repeated, "aot_eager")],
+    "make, inner", [(Branches, "aot_eager"), slow_case(Branches, "inductor"), (repeated, "aot_eager")]
 )
 def test_models_with_subgraphs_train_as_unsharded(rank, world, make, inner):
     """Not `repeated` under Inductor: torch 2.13 and 2.14 get its gradients wrong, unsharded too."""

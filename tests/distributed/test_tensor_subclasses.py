@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import zcompile
 from tests.support.process import no_collector
-from tests.support.ranks import on_ranks, slow
+from tests.support.ranks import on_ranks, slow, slow_case
 from tests.support.reference import over
 from tests.support.subclasses import (
     COMPILED,
@@ -105,7 +105,7 @@ def test_components_travel_at_their_own_widths_in_one_transfer(rank, world):
     assert stats["peak_unsharded_bytes"] <= 2 * (int8 + scales + vectors) // 3  # a block, and the next one
 
 
-@pytest.mark.parametrize("kind", [Rows8, pytest.param(Kept8, marks=slow)])
+@pytest.mark.parametrize("kind", [Rows8, slow_case(Kept8)])
 @pytest.mark.parametrize("way", COMPILED)
 def test_compiled_layers_and_models_train_as_fsdp2(rank, world, kind, way):
     model = by_zcompile(seeded(kind))

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, weight_norm
 import zcompile
 from tests.support.compiling import wrapped
 from tests.support.models import Chain, mean_square, normal
-from tests.support.ranks import slow
+from tests.support.ranks import slow_case
 from tests.support.reference import compiled, full, pair, same_values, train_beside
 
 
@@ -114,7 +114,7 @@ SOME = ["conv2d", "embedding-bag", "lstm", "weight-norm"]
 
 @pytest.mark.parametrize(
     "kinds, inner",
-    [(list(MODULES), "eager"), (SOME, "aot_eager"), pytest.param(list(MODULES), "aot_eager", marks=slow)],
+    [(list(MODULES), "eager"), (SOME, "aot_eager"), slow_case(list(MODULES), "aot_eager")],
     ids=["eager", "some compiled", "compiled"],
 )
 def test_modules_of_torch_train_as_unsharded(rank, world, kinds, inner):
@@ -129,7 +129,7 @@ def test_modules_of_torch_train_as_unsharded(rank, world, kinds, inner):
     assert not failures
 
 
-@pytest.mark.parametrize("kind", ["conv2d", *(pytest.param(kind, marks=slow) for kind in MODULES if kind != "conv2d")])
+@pytest.mark.parametrize("kind", ["conv2d", *(slow_case(kind) for kind in MODULES if kind != "conv2d")])
 def test_modules_of_torch_train_under_inductor(ranks, kind):
     """Of convolutions: a layout that Inductor prefers never reaches a shard that forward saves for backward."""
     ranks(2).run(rank_trains, kind, "inductor")

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import parallelize_module
 
 import zcompile
-from tests.support.ranks import on_ranks, slow
+from tests.support.ranks import on_ranks, slow, slow_case
 from tests.support.reference import losses_of
 from tests.support.subclasses import Block, by_fsdp2, by_zcompile
 
@@ -43,7 +43,7 @@ def float8_losses(model, rank, precomputes, steps=10):
 
 @pytest.mark.parametrize(
     "precomputes, policy",
-    [(False, "bf16"), (True, "fp32"), *(pytest.param(*case, marks=slow) for case in ((False, "fp32"), (True, "bf16")))],
+    [(False, "bf16"), (True, "fp32"), *(slow_case(*case) for case in ((False, "fp32"), (True, "bf16")))],
 )
 @on_ranks(2, needs="torchao")
 def test_float8_training_equals_that_of_fsdp2_and_travels_in_one_byte_an_element(rank, world, policy, precomputes):
@@ -55,7 +55,7 @@ def test_float8_training_equals_that_of_fsdp2_and_travels_in_one_byte_an_element
     assert zcompile.stats(model)["gathered_bytes"]["float8_e4m3fn"] == 10 * 2 * elements  # forward and backward
 
 
-@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=slow)])
+@pytest.mark.parametrize("whole", [True, slow_case(False)])
 @on_ranks(2, needs="torchao")
 def test_compiled_float8_training_equals_that_of_fsdp2(rank, world, whole):
     model, reference = by_zcompile(in_float8()), by_fsdp2(in_float8())
@@ -107,7 +107,7 @@ def test_float8_weights_are_made_from_the_meta_device(rank, world):
     assert model[0].up.weight.grad.to_local().isfinite().all()
 
 
-@pytest.mark.parametrize("policy", ["bf16", pytest.param("fp32", marks=slow)])
+@pytest.mark.parametrize("policy", ["bf16", slow_case("fp32")])
 @pytest.mark.parametrize("kind", ["int8_weight_only_quantized", "int8_mixed_precision", "bitnet"])
 @on_ranks(2, needs="torchao")
 def test_quantized_training_equals_that_of_fsdp2(rank, world, kind, policy):

@@ -19,6 +19,7 @@ from tests.support.huggingface import (
     sharded_by_fsdp2,
     tiny_llama,
 )
+from tests.support.ranks import slow_case
 
 
 def arguments(folder, **others):
@@ -48,7 +49,7 @@ def under_fsdp2(folder, **others):
     return Trainer(model, args, train_dataset=Sentences(), eval_dataset=Sentences(12))
 
 
-@pytest.mark.parametrize("others", [{}, pytest.param({"gradient_checkpointing": True}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("others", [{}, slow_case({"gradient_checkpointing": True})])
 def test_trainer_trains_as_fsdp2(rank, world, tmp_path, others):
     theirs = under_fsdp2(f"{tmp_path}/theirs", **others)
     theirs.train()

@@ -14,7 +14,7 @@ import zcompile
 from tests.support.architectures import HUGGING_FACE, hugging_face, hugging_face_loss
 from tests.support.compiling import SELECTIVE, by_blocks
 from tests.support.models import Block, Sometimes, Transformer, batch, loss_of, normal, sometimes_loss
-from tests.support.ranks import on_ranks, slow
+from tests.support.ranks import on_ranks, slow, slow_case
 from tests.support.reference import (
     BF16,
     autocast_loss,
@@ -31,10 +31,10 @@ from tests.support.reference import (
 from zcompile.options import OPTIONAL_PASSES
 from zcompile.state.sharded_model import state_of
 
-eager_and_compiled = pytest.mark.parametrize("prepare", [pytest.param(zcompile.shard, marks=slow), compiled])
+eager_and_compiled = pytest.mark.parametrize("prepare", [slow_case(zcompile.shard), compiled])
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("world", [slow_case(1), 2, slow_case(4)])
 @pytest.mark.parametrize("prepare", [zcompile.shard, compiled])
 def test_fp32_trains_as_unsharded(rank, world, prepare):
     train_beside(rank, world, prepare)
@@ -73,7 +73,7 @@ class Checkpointed(Transformer):
         return self.head(self.norm(x)) * self.scale * self.mix.sum()
 
 
-@pytest.mark.parametrize("how", [pytest.param({}, marks=slow), SELECTIVE])
+@pytest.mark.parametrize("how", [slow_case({}), SELECTIVE])
 @eager_and_compiled
 def test_activation_checkpointing_trains_as_unsharded(rank, world, how, prepare):
     train_beside(rank, world, prepare, make=lambda: Checkpointed(how))
@@ -98,16 +98,14 @@ def test_evaluation_between_steps_changes_nothing(rank, world, prepare):
     train_beside(rank, world, prepare, after_step=evaluate_between)
 
 
-@pytest.mark.parametrize(
-    "world, native", [(2, False), (2, True), *(pytest.param(4, native, marks=slow) for native in (False, True))]
-)
+@pytest.mark.parametrize("world, native", [(2, False), (2, True), *(slow_case(4, native) for native in (False, True))])
 @eager_and_compiled
 def test_a_parameter_may_be_unused(rank, world, prepare, native):
     prepare = functools.partial(prepare, native_reduce=native)
     train_beside(rank, world, prepare, make=Sometimes, loss=sometimes_loss, steps=5)
 
 
-@pytest.mark.parametrize("dynamic", [pytest.param(True, marks=slow), None])
+@pytest.mark.parametrize("dynamic", [slow_case(True), None])
 def test_ranks_may_see_different_lengths(rank, world, dynamic):
     loss = lambda model, step, rank: loss_of(model, batch(step, rank, length=6 + (5 * step + 3 * rank) % 11))
     train_beside(rank, world, functools.partial(compiled, dynamic=dynamic), loss=loss, steps=5)
@@ -173,7 +171,7 @@ def test_two_models_in_one_process_do_not_disturb_each_other(rank, world):
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("world", [2, slow_case(4)])
 def test_clipping_and_fused_adamw_step_as_unsharded(rank, world):
     def clip(model, reference):
         close(*(nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (model, reference)), 1e-5, "norm")
@@ -182,7 +180,7 @@ def test_clipping_and_fused_adamw_step_as_unsharded(rank, world):
     train_beside(rank, world, optimizer=adamw, before_step=clip, parameter_tolerance=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=slow) for name in HUGGING_FACE[1:])])
+@pytest.mark.parametrize("name", ["llama", *(slow_case(name) for name in HUGGING_FACE[1:])])
 @on_ranks(2, needs="transformers")
 def test_hugging_face_models_train_in_one_graph(rank, world, name):
     make = functools.partial(hugging_face, name)
@@ -221,8 +219,8 @@ def test_checkpoint_saved_on_four_ranks_resumes_on_two(ranks, tmp_path):
     assert after == pytest.approx(before, rel=1e-5)
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
-@pytest.mark.parametrize("loss", [pytest.param(lm_loss, marks=slow), autocast_loss])
+@pytest.mark.parametrize("world", [slow_case(1), 2, slow_case(4)])
+@pytest.mark.parametrize("loss", [slow_case(lm_loss), autocast_loss])
 def test_aot_eager_equals_eager_bitwise(rank, world, loss):
     same_bits([pair(Transformer, prepare)[1] for prepare in (zcompile.shard, compiled, compiled)], loss, rank)
 
@@ -299,11 +297,7 @@ def losses_without(rank, inner, skipped):
 
 @pytest.mark.parametrize(
     "inner, each",
-    [
-        ("aot_eager", ()),
-        pytest.param("aot_eager", OPTIONAL_PASSES, marks=slow),
-        pytest.param("inductor", ("narrow_gathers",), marks=slow),
-    ],
+    [("aot_eager", ()), slow_case("aot_eager", OPTIONAL_PASSES), slow_case("inductor", ("narrow_gathers",))],
     ids=["all", "each", "inductor"],
 )
 def test_passes_change_no_number(rank, world, inner, each):

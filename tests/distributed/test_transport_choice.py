@@ -15,7 +15,7 @@ from torch import nn
 import zcompile
 from tests.support.models import Transformer
 from tests.support.process import full_disk
-from tests.support.ranks import on_ranks, slow
+from tests.support.ranks import on_ranks, slow_case
 from tests.support.reference import compiled, lm_loss
 from zcompile.state import transport_choice as select_transport
 from zcompile.state.sharded_model import state_of
@@ -108,7 +108,7 @@ def no_home():
 DAMAGED = ("[]", '{"nccl": 1.0}', '{"nccl": 1.0, "p2p": "2"}', '{"nccl": 1.0, "p2p": NaN}')  # times of a machine
 
 
-@pytest.mark.parametrize("text", [None, "[]", *(pytest.param(f'{{"KEY": {each}}}', marks=slow) for each in DAMAGED)])
+@pytest.mark.parametrize("text", [None, "[]", *(slow_case(f'{{"KEY": {each}}}') for each in DAMAGED)])
 @on_ranks(2, timeout=60)
 def test_a_damaged_cache_or_none_is_measured_again(rank, world, tmp_path, text):
     """Ranks have caches of their own. That of rank 0 holds `text`; with None, no rank has a place for one."""

@@ -15,6 +15,7 @@ from tests.support.huggingface import (
     tokenizer,
     whole_state,
 )
+from tests.support.ranks import slow_case
 
 pytest.importorskip("trl")
 EAGER = {"inner": "aot_eager"}
@@ -55,7 +56,7 @@ def begin(folder, kind):
     return trainer(model, args, train_dataset=sentences(64), eval_dataset=sentences(10), processing_class=tokenizer())
 
 
-@pytest.mark.parametrize("kind", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["eager", slow_case("compiled")])
 def test_sft_trainer_trains_as_fsdp2(rank, world, tmp_path, kind):
     """It also resumes, and what it saves loads without zcompile."""
     from transformers import AutoModelForCausalLM

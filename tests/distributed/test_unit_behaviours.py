@@ -15,7 +15,7 @@ from tests.support import raising
 from tests.support.compiling import SELECTIVE, checkpoint_each
 from tests.support.mixtures import MixtureModel, StackedExperts, checkpointed, routed_loss, sharded
 from tests.support.raising import Fault, MayRaise, fail
-from tests.support.ranks import slow
+from tests.support.ranks import slow, slow_case
 from tests.support.reference import backward_beside, close, pair, same_backward, same_grads, train_beside
 from tests.support.unit_chains import (
     KINDS,
@@ -274,9 +274,9 @@ def test_a_gradient_hook_may_have_a_collective(rank, world):
         (("around",), SELECTIVE),
         (("inside",), {}),
         (("inside",), {"use_reentrant": True}),
-        pytest.param(("inside",), SELECTIVE, marks=slow),
-        pytest.param(("units",), {}, marks=slow),
-        pytest.param(("inside", "around"), {}, marks=slow),
+        slow_case(("inside",), SELECTIVE),
+        slow_case(("units",), {}),
+        slow_case(("inside", "around"), {}),
     ],
 )
 def test_checkpoints_may_be_around_units_units_and_inside_of_them(rank, world, places, how):
@@ -439,7 +439,7 @@ def test_the_first_of_two_forwards_may_alone_have_a_backward(rank, world):
     same_backward(rank, world, model, reference, chain_loss, 2)
 
 
-@pytest.mark.parametrize("skipped", [(), pytest.param((1,), marks=slow)], ids=["nobody skips", "one skips"])
+@pytest.mark.parametrize("skipped", [(), slow_case((1,))], ids=["nobody skips", "one skips"])
 def test_backwards_of_two_forwards_accumulate_inside_of_accumulate(rank, world, skipped):
     reference, model = pair(MixtureModel, sharded)
 

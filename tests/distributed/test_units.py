@@ -26,7 +26,7 @@ from tests.support.mixtures import (
     sharded,
 )
 from tests.support.raising import Fault, fail
-from tests.support.ranks import on_ranks, slow
+from tests.support.ranks import on_ranks, slow, slow_case
 from tests.support.reference import FP32, close, train_beside
 from tests.support.reference import compiled as compiled_whole
 from tests.support.time_limits import scaled
@@ -168,13 +168,8 @@ def not_ahead(model):
     return model
 
 
-@pytest.mark.parametrize(
-    "prepare",
-    [sharded, pytest.param(compiled, marks=pytest.mark.slow), pytest.param(not_ahead, marks=pytest.mark.slow)],
-)
-@pytest.mark.parametrize(
-    "skipped", [(0,), (2,), (0, 1, 2), *(pytest.param(each, marks=pytest.mark.slow) for each in [(1,), (1, 2), (0, 1)])]
-)
+@pytest.mark.parametrize("prepare", [sharded, slow_case(compiled), slow_case(not_ahead)])
+@pytest.mark.parametrize("skipped", [(0,), (2,), (0, 1, 2), *(slow_case(each) for each in [(1,), (1, 2), (0, 1)])])
 def test_a_rank_may_skip_a_unit(rank, world, prepare, skipped):
     def loss(model, step, rank):
         return routed_loss(model, step, rank, skip_experts=skipped if rank == 1 and step > 0 else ())
@@ -255,8 +250,7 @@ FAST = [("deepseek_v3", "eager", None)]
 
 
 @pytest.mark.parametrize(
-    ("name", "experts", "inner"),
-    [pytest.param(*case, marks=[] if case in FAST else slow) for case in OF_TRANSFORMERS],
+    ("name", "experts", "inner"), [pytest.param(*case, marks=[] if case in FAST else slow) for case in OF_TRANSFORMERS]
 )
 def test_a_mixture_trains_as_unsharded(rank, world, name, experts, inner):
     model = train_beside(

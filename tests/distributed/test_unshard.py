@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests.support.models import Block, Transformer
-from tests.support.ranks import slow
+from tests.support.ranks import slow_case
 from tests.support.reference import compiled, full, lm_loss, pair, same_values, train_beside
 from zcompile.unsharding.unshard import hash_of
 
@@ -22,8 +22,8 @@ def raises_inside(message, model, change, **how):
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
-@pytest.mark.parametrize("param_dtype", [pytest.param(None, marks=slow), torch.bfloat16])
+@pytest.mark.parametrize("world", [slow_case(1), 2, slow_case(4)])
+@pytest.mark.parametrize("param_dtype", [slow_case(None), torch.bfloat16])
 def test_parameters_and_state_are_whole_inside(rank, world, param_dtype):
     reference, model = pair(Transformer, functools.partial(zcompile.shard, param_dtype=param_dtype))
     sharded = list(model.parameters())
@@ -61,10 +61,8 @@ def double_between(model, reference, step):
             parameter.add_(0.5)
 
 
-@pytest.mark.parametrize("shape, world", [((2,), 2), *(pytest.param(each, 4, marks=slow) for each in ((4,), (2, 2)))])
-@pytest.mark.parametrize(
-    "prepare", [*(pytest.param(each, marks=slow) for each in (zcompile.shard, in_units)), compiled]
-)
+@pytest.mark.parametrize("shape, world", [((2,), 2), *(slow_case(each, 4) for each in ((4,), (2, 2)))])
+@pytest.mark.parametrize("prepare", [*(slow_case(each) for each in (zcompile.shard, in_units)), compiled])
 def test_training_goes_on_with_what_was_written_back(rank, world, prepare, shape):
     prepare = functools.partial(prepare, mesh=dist.init_device_mesh("cpu", shape))
     train_beside(rank, world, prepare, steps=2, after_step=double_between)

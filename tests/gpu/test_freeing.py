@@ -13,7 +13,7 @@ from torch import nn
 import zcompile
 from tests.support.gpu import Wide, make_transformer
 from tests.support.process import threads
-from tests.support.ranks import on_gpus
+from tests.support.ranks import on_gpus, slow_case
 from tests.support.reference import compiled, lm_loss, same_values
 from zcompile.state.sharded_model import state_of
 
@@ -60,7 +60,7 @@ def rank_makes_many(rank, world, transport, few, many, sizes):
 
 
 @pytest.mark.parametrize("transport", ["c10d", "p2p"])
-@pytest.mark.parametrize("few, many, sizes", [(5, 15, ()), pytest.param(50, 200, (512, 1029), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("few, many, sizes", [(5, 15, ()), slow_case(50, 200, (512, 1029))])
 def test_models_that_come_and_go_take_no_memory_and_no_threads(gpus, transport, few, many, sizes):
     """Fifteen have 64 MiB of shards on each of two ranks, and as much again in caches, staging and mapped memory."""
     for before, after in gpus(2).run(rank_makes_many, transport, few, many, sizes, timeout=540):

@@ -24,7 +24,7 @@ from tests.support.microbatches import (
 from tests.support.mixtures import Experts, MixtureModel, StackedExperts, routed_loss
 from tests.support.models import batch
 from tests.support.packed import Quantized, quantized_loss
-from tests.support.ranks import on_gpus, slow
+from tests.support.ranks import on_gpus, slow_case
 from tests.support.reference import autocast_loss, compiled, lm_loss, same_values, train_beside
 from tests.support.sharded_ops import rank_native_sums
 
@@ -162,8 +162,8 @@ HOW = {"steps": 3, "device": "cuda", "optimizer": functools.partial(torch.optim.
 
 
 @pytest.mark.parametrize("reduce, world", [("last", 2), ("shards", 4), ("last", 4)])
-@pytest.mark.parametrize("inner", [None, pytest.param("inductor", marks=slow)])
-@pytest.mark.parametrize("transport", ["c10d", "p2p", pytest.param("delayed p2p", marks=slow)])
+@pytest.mark.parametrize("inner", [None, slow_case("inductor")])
+@pytest.mark.parametrize("transport", ["c10d", "p2p", slow_case("delayed p2p")])
 @on_gpus()
 def test_deferred_gradients_are_those_of_the_unsharded_model(rank, world, transport, inner, reduce):
     mesh = dist.init_device_mesh("cuda", (2, 2) if world == 4 else (2,))
@@ -198,9 +198,9 @@ def test_ranks_may_route_and_skip_as_they_like(rank, world, transport, experts, 
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("inner", [None, pytest.param("aot_eager", marks=slow)])
+@pytest.mark.parametrize("inner", [None, slow_case("aot_eager")])
 @pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}])
-@pytest.mark.parametrize("transport", ["c10d", "p2p", pytest.param("delayed p2p", marks=slow)])
+@pytest.mark.parametrize("transport", ["c10d", "p2p", slow_case("delayed p2p")])
 @on_gpus(2)
 def test_ranks_stop_when_they_like(rank, world, transport, inner, how):
     torch.manual_seed(0)

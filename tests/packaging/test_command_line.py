@@ -11,6 +11,7 @@ import pytest
 
 import zcompile
 from tests.support.pages import check_commands, parser_of
+from tests.support.ranks import slow_case
 from tests.support.time_limits import scaled
 from zcompile import cli
 from zcompile.cli import WIDTH
@@ -105,7 +106,7 @@ RUN_FILE = "sys.path.insert(0, 'examples'); runpy.run_path('examples/{}.py', run
 CASES = [
     pytest.param("psutil", RUN_MODULE.format("zcompile"), "zcompile profile", "profile", id="command"),
     *(
-        pytest.param(missing, RUN_FILE.format(example), program, extra, id=example, marks=pytest.mark.slow)
+        slow_case(missing, RUN_FILE.format(example), program, extra, id=example)
         for missing, example, program, extra in [
             ("tqdm", "train", "examples/train.py", "train"),
             ("matplotlib", "moe", "examples/moe.py", "train"),

@@ -14,7 +14,7 @@ from torch import nn
 import zcompile
 from tests.support.commands import SHORT, results_in
 from tests.support.models import Transformer, batch, loss_of
-from tests.support.ranks import slow
+from tests.support.ranks import slow, slow_case
 from tests.support.time_limits import scaled
 from zcompile.cli import main
 from zcompile.explanation.workloads import WithLoss
@@ -58,7 +58,7 @@ def rank_losses(rank, world, engine, stance="force_eager"):
     [
         ("compiled", 1),
         *((name, 2) for name in ("simplefsdp", "eager+units:offload=moments", "fsdp2:offload=all:gradient_sync=last")),
-        *(pytest.param(name, 2, marks=slow) for name in SLOW),
+        *(slow_case(name, 2) for name in SLOW),
     ],
 )
 def test_engines_train_as_one_rank_does(ranks, engine, world):
@@ -126,7 +126,7 @@ def wait_for(condition, seconds=60):
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("by", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=slow)])
+@pytest.mark.parametrize("by", [signal.SIGTERM, slow_case(signal.SIGKILL)])
 def test_no_rank_outlives_the_profiler(tmp_path, by):
     arguments = [*SHORT, *write_model(tmp_path), "--engines", "limit", "--output", str(tmp_path)]
     profiler = subprocess.Popen([sys.executable, "-m", "zcompile", "profile", *arguments], stdout=subprocess.DEVNULL)

@@ -10,6 +10,7 @@ from PIL import Image
 
 from tests.support.browser import NoBrowser, look
 from tests.support.commands import SHORT, results_in
+from tests.support.ranks import slow_case
 from zcompile.cli import main
 from zcompile.explanation.workloads import load
 from zcompile.profile import figures, report
@@ -25,9 +26,7 @@ def profile(folder, *engines):
 
 
 @pytest.fixture(
-    scope="module",
-    params=[[OURS, "fsdp2"], pytest.param([OURS, "limit", "fsdp2", "deepcompile"], marks=pytest.mark.slow)],
-    ids=["two", "all"],
+    scope="module", params=[[OURS, "fsdp2"], slow_case([OURS, "limit", "fsdp2", "deepcompile"])], ids=["two", "all"]
 )
 def profiled(tmp_path_factory, inductor_cache, request):
     """A folder with the report on the engines. Each has two processes, which take some 10 s to start."""

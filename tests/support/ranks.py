@@ -30,6 +30,7 @@ from tests.support.time_limits import scaled
 TIMEOUT_SECONDS = 180  # on a quiet machine
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 slow = pytest.mark.slow  # `make test-all` alone runs it
+slow_case = functools.partial(pytest.param, marks=slow)  # a case of `parametrize`
 LINEAR = torch.nn.functional.linear  # DeepSpeed's zero.Init replaces it for good
 
 

@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests.support.commands import explained
+from tests.support.ranks import slow_case
 from zcompile.calibration.results import Calibration
 from zcompile.cli import main
 from zcompile.costs.hardware import H100, TABLES
@@ -57,8 +58,7 @@ def test_a_plan_agrees_with_the_model_and_with_itself(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "dtype, width, says",
-    [pytest.param("float8", 1, "float8, 1 b", marks=pytest.mark.slow), ("int8", 65 / 64, "float32, 1.016 b")],
+    "dtype, width, says", [slow_case("float8", 1, "float8, 1 b"), ("int8", 65 / 64, "float32, 1.016 b")]
 )
 def test_narrow_gathers_have_fewer_bytes_and_int8_is_dequantized(dtype, width, says, tmp_path, capsys):
     arguments, hardware = ["--model", "tiny", "--ranks", "4", "--transport", "nccl"], TABLES["h200"]
@@ -210,10 +210,7 @@ def pair():
         (["--activation-budgets", "half"], "--activation-budgets takes numbers from 0 to 1"),
         (["--save-for-backward", "-1"], "--save-for-backward takes"),
         (["--memory-limit", "much"], "--memory-limit: takes a size such as 70GiB, not 'much'"),
-        pytest.param(
-            *(["--model", "tiny", "--memory-limit", "60MiB"], "keeps to memory_limit, 60.0 MiB. The least is"),
-            marks=pytest.mark.slow,
-        ),
+        slow_case(*(["--model", "tiny", "--memory-limit", "60MiB"], "keeps to memory_limit, 60.0 MiB. The least is")),
         (["--transport", "ncll"], "--transport must be one of p2p, nccl on H200, not 'ncll'"),
         (["--transport", "p2p", "--ranks", "16"], "p2p reaches the 8 ranks"),
         (["--transport", "p2p", "--gather-dtype", "int8"], "travels by NCCL, not peer to peer: take --transport nccl"),
