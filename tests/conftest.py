@@ -37,9 +37,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 # DeepSpeed's ops are built here. A process that is killed while it builds one leaves a lock, and all others would wait
 # for that lock for ever. If no other session is at work in this checkout, whoever held the lock is gone.
-EXTENSIONS = Path(
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).resolve().parents[1] / "build/torch_extensions"))
-)
+BUILT = Path(__file__).resolve().parents[1] / "build/torch_extensions"
+EXTENSIONS = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(BUILT)))
 
 # Files that take long, longest first, those of `make test-all` alone before others. Workers take whole files in this
 # order: a long file that came last would run alone.

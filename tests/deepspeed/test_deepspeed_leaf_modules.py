@@ -8,14 +8,7 @@ import torch
 from torch import nn
 
 import zcompile
-from tests.support.deepspeed import (
-    assert_taken_over,
-    deepspeed,
-    is_taken_over,
-    largest_differences,
-    make_engine,
-    needs_loss_backward,
-)
+from tests.support import deepspeed as engines
 from tests.support.deepspeed_config import MICROBATCHES, SUB_GROUPS
 from tests.support.mixtures import ROUTES, WIDTH, Experts, Mixture, MixtureModel, StackedExperts
 from zcompile.integrations.deepspeed.optimizer_step import LeanStep
@@ -25,6 +18,7 @@ pytestmark = pytest.mark.slow
 
 CLIPPED = {"gradient_clipping": 0.1}
 NO_ACCUMULATION = CLIPPED | {"gradient_accumulation_steps": 1}
+BY_LOSS = pytest.param("loss.backward", NO_ACCUMULATION, marks=engines.needs_loss_backward)
 
 
 class OutOfPlace(Mixture):
@@ -73,12 +67,12 @@ def step_of(engine, microbatch, rank, how="engine.backward"):
 def make(flag, leaf=Experts, layer_class=OutOfPlace, **config):
     torch.manual_seed(0)
     model = LossOfMixture(StackedExperts if leaf is StackedExperts else Experts, layer_class=layer_class)
-    deepspeed.utils.set_z3_leaf_modules(model, [leaf])
-    return make_engine(flag, model, **config)
+    engines.deepspeed.utils.set_z3_leaf_modules(model, [leaf])
+    return engines.make_engine(flag, model, **config)
 
 
 def parameters_of(engine):
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+    with engines.deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
 
 
@@ -103,7 +97,7 @@ def eager(rank, leaf=Experts, config=CLIPPED):
 
 def same(engine, curve, expected):
     """The same as `expected`, of `eager`. Ends the engine."""
-    assert max(largest_differences(curve, expected[0])) <= 1e-6, (curve, expected[0])
+    assert max(engines.largest_differences(curve, expected[0])) <= 1e-6, (curve, expected[0])
     for name, value in parameters_of(engine).items():
         torch.testing.assert_close(value, expected[1][name], rtol=1e-5, atol=1e-7, msg=lambda text, of=name: of + text)
     engine.destroy()
@@ -125,7 +119,7 @@ def test_leaf_modules_train_as_in_eager(rank, world, leaf, flag, config):
     expected = eager(rank, leaf, config)
     engine = make(flag, leaf, **config)
     curve = train(engine, rank)
-    assert_taken_over(engine)
+    engines.assert_taken_over(engine)
     assert state_of(engine.module).units.parameters if world > 1 else engine.zcompile.state.units is None
     same(engine, curve, expected)
 
@@ -137,7 +131,7 @@ def test_an_unused_expert_has_zeros_in_deepspeeds_buffer(rank, world):
         monkeypatch.setattr(LeanStep, "is_possible", staticmethod(lambda optimizer: False))
         engine = make({}, **CLIPPED)
         curve = train(engine, rank)
-    assert is_taken_over(engine) and engine.zcompile.lean_step is None
+    assert engines.is_taken_over(engine) and engine.zcompile.lean_step is None
     same(engine, curve, expected)
 
 
@@ -160,12 +154,8 @@ def test_a_leaf_module_is_gathered_twice_and_reduced_once(rank, world):
 def move_partitions(engine):
     """Put the partitions elsewhere, as DeepSpeed does when it offloads and reloads states."""
     optimizer = engine.optimizer
-    for flat, main, parameters in zip(
-        optimizer.fp16_partitioned_groups_flat,
-        optimizer.fp32_partitioned_groups_flat,
-        optimizer.fp16_groups,
-        strict=True,
-    ):
+    flats = optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat
+    for flat, main, parameters in zip(*flats, optimizer.fp16_groups, strict=True):
         moved = flat.detach().clone()
         for parameter, part in zip(parameters, moved.split([each.ds_tensor.numel() for each in parameters])):
             parameter.ds_tensor.data = part
@@ -184,7 +174,7 @@ def test_leaf_modules_train_on_after_an_edit_of_the_engine(rank, world, edit):
     expected = eager(rank)
     engine = make({}, **CLIPPED)
     curve = train(engine, rank, edits=dict([EDITS[edit]]))
-    assert is_taken_over(engine) == (edit != "given back")
+    assert engines.is_taken_over(engine) == (edit != "given back")
     if edit == "given back":
         left = [name for module in engine.module.modules() for name in vars(module) if name.startswith("_zcompile")]
         assert not left and type(engine.module.layers[0].experts) is Experts, left
@@ -203,30 +193,21 @@ class Tied(LossOfMixture):
 
 def test_leaf_modules_that_cannot_be_units_stay_eager(rank, world):
     refused = {
-        r"'layers.0.experts.also.weight' is tied to 'enter.weight', .* inside of leaf module 'layers.0.experts'": (
-            Tied,
-            Experts,
-        ),
+        r"'layers.0.experts.also.weight' is tied to 'enter.weight', .* leaf module 'layers.0.experts'": (Tied, Experts),
         r"leaf module 'layers.0.experts.experts' is a ModuleList, which has no forward": (LossOfMixture, nn.ModuleList),
     }
     for reason, (model_class, leaf) in refused.items():
         model = model_class()
-        modules = deepspeed.utils.set_z3_leaf_modules(model, [leaf])
+        modules = engines.deepspeed.utils.set_z3_leaf_modules(model, [leaf])
         for module in modules:
             module._z3_leaf = module is not model.layers
-        engine = make_engine({}, model)
+        engine = engines.make_engine({}, model)
         engine.compile()
         assert re.search(reason, engine.zcompile.given_back), engine.zcompile.given_back
         engine.destroy()
 
 
-@pytest.mark.parametrize(
-    "how, config",
-    [
-        ("engine.backward", CLIPPED),
-        pytest.param("loss.backward", NO_ACCUMULATION, marks=needs_loss_backward),
-    ],
-)
+@pytest.mark.parametrize("how, config", [("engine.backward", CLIPPED), BY_LOSS])
 def test_a_rank_may_skip_a_leaf_module(rank, world, how, config):
     """With the flag, a rank may skip a leaf module, for which eager waits for ever. What it gives is zero."""
     trained = []
@@ -235,6 +216,6 @@ def test_a_rank_may_skip_a_leaf_module(rank, world, how, config):
         if rank == 1:
             engine.module.layers[0].factor, engine.module.layers[0].skips = 0.0, skips
         curve = train(engine, rank, 3 * MICROBATCHES, how)
-        assert_taken_over(engine)
+        engines.assert_taken_over(engine)
         trained.append((curve, parameters_of(engine)))
         same(engine, curve, trained[0])

@@ -7,16 +7,8 @@ import torch
 from packaging.version import parse as version
 from torch import nn
 
-from tests.support.deepspeed import (
-    LanguageModel,
-    assert_taken_over,
-    beside_eager,
-    deepspeed,
-    largest_differences,
-    make_engine,
-    rank_trains_beside_eager,
-    train,
-)
+from tests.support import deepspeed as engines
+from tests.support.deepspeed import deepspeed
 from tests.support.deepspeed_config import BF16, MICROBATCHES, SUB_GROUPS, config_of
 from tests.support.late_link import LateLink
 from tests.support.models import batch
@@ -27,12 +19,8 @@ from zcompile.training.offload import MOMENTS
 pytestmark = pytest.mark.slow
 
 MOMENTUM = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "zero_allow_untested_optimizer": True}
-FUSED = {
-    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True, "fused": True}},
-    "gradient_clipping": 0.1,
-}
-
-
+ADAM = {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True, "fused": True}}
+FUSED = {"optimizer": ADAM, "gradient_clipping": 0.1}
 OWN_ADAM = {"type": "AdamW", "params": {"lr": 3e-3}}
 
 
@@ -44,34 +32,21 @@ def compile_adam():
 
 @pytest.mark.parametrize(
     "config",
-    [
-        pytest.param(FUSED, id="clipped"),
-        pytest.param(FUSED | SUB_GROUPS, id="sub-groups"),
-        pytest.param(FUSED | {"gradient_clipping": 0.0}, id="not clipped"),
-        pytest.param({"optimizer": OWN_ADAM} | SUB_GROUPS, id="DeepSpeed's own"),
-    ],
+    [FUSED, FUSED | SUB_GROUPS, FUSED | {"gradient_clipping": 0.0}, {"optimizer": OWN_ADAM} | SUB_GROUPS],
+    ids=["clipped", "sub-groups", "not clipped", "DeepSpeed's own"],
 )
 def test_kernels_of_adam_are_close_to_eager(ranks, compile_adam, config):
     """torch's divides by the scale, eager multiplies by its inverse; DeepSpeed's own rounds last elements otherwise."""
-    ranks(2).run(rank_trains_beside_eager, {}, (1e-6, 1e-6), config, 12, 8)
+    ranks(2).run(engines.rank_trains_beside_eager, {}, (1e-6, 1e-6), config, 12, 8)
 
 
-@pytest.mark.skipif(
-    version(deepspeed.__version__) < version("0.19"), reason="DeepSpeed steps with such gradients before 0.19"
-)
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param({}, id="adam"),
-        pytest.param(FUSED, id="fused"),
-        pytest.param(FUSED | SUB_GROUPS, id="fused sub-groups"),
-    ],
-)
+@pytest.mark.skipif(version(deepspeed.__version__) < version("0.19"), reason="DeepSpeed steps with them before 0.19")
+@pytest.mark.parametrize("config", [{}, FUSED, FUSED | SUB_GROUPS], ids=["adam", "fused", "fused sub-groups"])
 def test_a_step_that_overflows_changes_nothing(rank, world, config):
     """A step whose gradients are not finite changes no main parameter, and the steps after it are as ever."""
-    eager, engine = make_engine(None, **config), make_engine({}, **config)
+    eager, engine = engines.make_engine(None, **config), engines.make_engine({}, **config)
     for trained in (eager, engine):
-        train(trained, rank, end=2)
+        engines.train(trained, rank, end=2)
     states = []
     for stepped in (eager, engine):
         optimizer = stepped.optimizer
@@ -93,8 +68,8 @@ def test_a_step_that_overflows_changes_nothing(rank, world, config):
     for eager_state, engine_state in zip(*states, strict=True):
         for name, value in eager_state.items():
             torch.testing.assert_close(engine_state[name], value, rtol=1e-5, atol=1e-9)
-    expected, curve = train(eager, rank, end=3), train(engine, rank, end=3)
-    assert max(largest_differences(curve, expected)) <= 1e-6
+    expected, curve = engines.train(eager, rank, end=3), engines.train(engine, rank, end=3)
+    assert max(engines.largest_differences(curve, expected)) <= 1e-6
     eager.destroy()
     engine.destroy()
 
@@ -126,9 +101,9 @@ def set_states(optimizers):
 )
 def test_steps_equal_eager_bitwise(rank, world, config, by_parameter, cast_bytes):
     """Both engines get the same gradients, because each casts to bf16 in its own way."""
-    eager, engine = make_engine(None, **config), make_engine({}, **config)
-    train(engine, rank, end=1)  # takes the engine over
-    train(eager, rank, end=1)
+    eager, engine = engines.make_engine(None, **config), engines.make_engine({}, **config)
+    engines.train(engine, rank, end=1)  # takes the engine over
+    engines.train(eager, rank, end=1)
     lean = engine.zcompile.lean_step
     lean.CAST_BYTES = cast_bytes
     generator = torch.Generator().manual_seed(rank)
@@ -199,27 +174,21 @@ def test_norms_come_from_reduces(rank, world, config):
             curve.append((1.0, float(engine.get_global_grad_norm())))
         return curve
 
-    curves = beside_eager(drive, gradient_accumulation_steps=1, **config)
-    assert largest_differences(*curves)[1] < 1e-15, curves
+    curves = engines.beside_eager(drive, gradient_accumulation_steps=1, **config)
+    assert engines.largest_differences(*curves)[1] < 1e-15, curves
 
 
-OFFLOAD = {
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu", "pin_memory": False},
-        "stage3_param_persistence_threshold": 20,
-    },
-    "zero_force_ds_cpu_optimizer": False,
-}
+TO_CPU = {"stage3_param_persistence_threshold": 20, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
+OFFLOAD = {"zero_optimization": {"stage": 3} | TO_CPU, "zero_force_ds_cpu_optimizer": False}
 
 
 def test_an_optimizer_offloaded_to_pageable_memory_equals_eager(rank, world):
     def drive(engine):
-        curve = train(engine, rank, end=4)
+        curve = engines.train(engine, rank, end=4)
         assert not hasattr(engine, "zcompile") or engine.zcompile.lean_step is None
         return curve
 
-    expected, curve = beside_eager(drive, **OFFLOAD)
+    expected, curve = engines.beside_eager(drive, **OFFLOAD)
     assert curve == expected
 
 
@@ -228,13 +197,13 @@ ON_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 
 def stepped(engine, rank, path, loads=None):
     """Losses and norms, then main parameters and states of steps, some of them after a checkpoint and an edit."""
-    curve = train(engine, rank, end=3)
+    curve = engines.train(engine, rank, end=3)
     engine.save_checkpoint(path)
     engine.load_checkpoint(loads or path)
     utils, head = deepspeed.utils, engine.module.head.weight
     moment = utils.safe_get_full_optimizer_state(head, "exp_avg")
     utils.safe_set_full_optimizer_state(head, 2 * moment, "exp_avg")
-    curve += train(engine, rank, begin=3, end=6)
+    curve += engines.train(engine, rank, begin=3, end=6)
     parameters = list(engine.module.parameters())
     states = [[utils.safe_get_full_optimizer_state(each, name) for each in parameters] for name in MOMENTS]
     return curve, [*map(utils.safe_get_full_fp32_param, parameters), *states[0], *states[1]]
@@ -249,10 +218,10 @@ def rank_streams_states(rank, world, path, config):
         mock.patch.multiple("zcompile.training.streamed_groups", **sizes),
     ):
         for number, (offload, loads) in enumerate([({}, None), (ON_HOST, None), ({}, 1), (ON_HOST, 0)]):
-            engine = make_engine({}, **config | {"zero_optimization": zero | offload})
+            engine = engines.make_engine({}, **config | {"zero_optimization": zero | offload})
             loads = None if loads is None else f"{path}/{loads}"
             results.append(stepped(engine, rank, f"{path}/{number}", loads))
-            assert_taken_over(engine)
+            engines.assert_taken_over(engine)
             assert (engine.zcompile.lean_step.link is link) == bool(offload)
             assert engine.optimizer.grad_partitions_flat_buffer.numel() == 0
             engine.destroy()
@@ -269,22 +238,22 @@ def test_offloaded_steps_equal_those_without_offload(ranks, tmp_path, config):
 
 def test_an_offloaded_optimizer_that_gets_hooks_goes_on_in_eager(rank, world):
     def drive(engine):
-        curve = train(engine, rank, end=2)
+        curve = engines.train(engine, rank, end=2)
         assert not hasattr(engine, "zcompile") or engine.zcompile.lean_step.link is not None
         engine.optimizer.optimizer.register_step_post_hook(lambda *_: None)
-        curve += train(engine, rank, begin=2, end=4)
+        curve += engines.train(engine, rank, begin=2, end=4)
         assert not hasattr(engine, "zcompile") or "hooks of its step" in engine.zcompile.given_back
         return curve
 
     curves = []
     for flag in (None, {}):
-        engine = make_engine(flag, zero_optimization={"stage": 3} | ON_HOST)
+        engine = engines.make_engine(flag, zero_optimization={"stage": 3} | ON_HOST)
         curves.append(drive(engine))
         engine.destroy()
-    assert max(largest_differences(*curves)) <= 1e-6, curves
+    assert max(engines.largest_differences(*curves)) <= 1e-6, curves
 
 
-class Idle(LanguageModel):
+class Idle(engines.LanguageModel):
     """Has parameters that forward does not read, one of an element per rank."""
 
     def __init__(self):
@@ -320,6 +289,6 @@ def test_gradients_and_states_edited_by_hand_equal_eager(rank, world):
         assert not hasattr(engine, "zcompile") or engine.optimizer.grad_partitions_flat_buffer.numel() == 0
         return outcome
 
-    outcomes = beside_eager(drive, Idle, optimizer=OWN_ADAM)  # offload_states wants DeepSpeed's
+    outcomes = engines.beside_eager(drive, Idle, optimizer=OWN_ADAM)  # offload_states wants DeepSpeed's
     for i, (expected, ours) in enumerate(zip(*outcomes, strict=True)):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7, msg=lambda text, i=i: f"{i}: {text}")

@@ -9,24 +9,16 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import zcompile
+from tests.support import deepspeed as engines
 from tests.support.artifacts import cache_in
-from tests.support.deepspeed import (
-    LanguageModel,
-    assert_taken_over,
-    beside_eager,
-    deepspeed,
-    is_taken_over,
-    largest_differences,
-    make_engine,
-    needs_loss_backward,
-    rank_trains_beside_eager,
-    train,
-)
+from tests.support.deepspeed import deepspeed
 from tests.support.deepspeed_config import BF16, MICROBATCHES, config_of
 from tests.support.models import VOCABULARY, batch, normal
 from tests.support.pages import ROOT, blocks_of, check_config
 from tests.support.ranks import on_ranks, slow_case
 from zcompile.artifact.aot import lacking
+
+BY_LOSS = pytest.param("loss.backward", marks=engines.needs_loss_backward)
 
 
 @pytest.mark.parametrize(
@@ -39,22 +31,22 @@ from zcompile.artifact.aot import lacking
     ids=["fp32", "inductor", "bf16", "bf16 of four"],
 )
 def test_training_is_close_to_eager(ranks, world, flag, tolerances, config, length, end):
-    ranks(world).run(rank_trains_beside_eager, flag, tolerances, config, length, end)
+    ranks(world).run(engines.rank_trains_beside_eager, flag, tolerances, config, length, end)
 
 
 def test_quantized_weights_travel_in_int8_and_train_close_to_eager(rank, world):
-    expected = train(make_engine(None), rank, end=8)
-    engine = make_engine({}, zero_optimization={"stage": 3, "zero_quantized_weights": True})
-    curve = train(engine, rank, end=6)
-    assert_taken_over(engine)
+    expected = engines.train(engines.make_engine(None), rank, end=8)
+    engine = engines.make_engine({}, zero_optimization={"stage": 3, "zero_quantized_weights": True})
+    curve = engines.train(engine, rank, end=6)
+    engines.assert_taken_over(engine)
     stats = zcompile.stats(engine.module)["gathered_bytes"]
     assert stats["int8"] > 4 * stats["float32"]
     engine.zcompile.give_back("a test")  # from then on, DeepSpeed gathers, in float32
-    curve += train(engine, rank, 6, 8)
-    assert 0 < max(largest_differences(curve, expected)) < 0.01
+    curve += engines.train(engine, rank, 6, 8)
+    assert 0 < max(engines.largest_differences(curve, expected)) < 0.01
 
 
-class Checkpointed(LanguageModel):
+class Checkpointed(engines.LanguageModel):
     def forward(self, tokens):
         x = self.embed(tokens[:, :-1])
         for block in self.blocks:
@@ -65,13 +57,11 @@ class Checkpointed(LanguageModel):
 
 def make_sharded():
     with deepspeed.zero.Init(config_dict_or_path=config_of(None)):
-        return LanguageModel()
+        return engines.LanguageModel()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how", ["zero.Init", pytest.param("loss.backward", marks=needs_loss_backward), "checkpointed", "fp16"]
-)
+@pytest.mark.parametrize("how", ["zero.Init", BY_LOSS, "checkpointed", "fp16"])
 def test_engines_made_and_used_otherwise_equal_eager(rank, world, how):
     # DeepSpeed wants AMX for fp16, torch does not.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
@@ -89,8 +79,8 @@ def test_engines_made_and_used_otherwise_equal_eager(rank, world, how):
         return curve
 
     config = {"fp16": {"enabled": True, "initial_scale_power": 40}} if how == "fp16" else {}
-    make = {"zero.Init": make_sharded, "checkpointed": Checkpointed}.get(how, LanguageModel)
-    expected, curve = beside_eager(drive, make, **config)
+    make = {"zero.Init": make_sharded, "checkpointed": Checkpointed}.get(how, engines.LanguageModel)
+    expected, curve = engines.beside_eager(drive, make, **config)
     assert curve == (pytest.approx(expected, rel=2e-3) if how == "fp16" else expected)
 
 
@@ -99,7 +89,7 @@ class Lora(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.base = LanguageModel().requires_grad_(False)
+        self.base = engines.LanguageModel().requires_grad_(False)
         self.codes = nn.ParameterList([nn.Parameter(torch.arange(VOCABULARY), requires_grad=False)])  # not the first
         self.a = nn.Linear(18, 3, bias=False)
         self.b = nn.Linear(3, 18, bias=False)
@@ -115,7 +105,7 @@ class Lora(nn.Module):
 
 @pytest.mark.slow
 def test_frozen_parameters_equal_eager(rank, world):
-    expected, curve = beside_eager(lambda engine: train(engine, rank, end=6), Lora)
+    expected, curve = engines.beside_eager(lambda engine: engines.train(engine, rank, end=6), Lora)
     assert curve == expected
 
 
@@ -123,11 +113,11 @@ def test_frozen_parameters_equal_eager(rank, world):
 def test_several_engines_that_evaluate_and_edit_equal_eager(rank, world):
     """Two engines with the flag and one without take turns. Between steps they evaluate, and parameters are edited."""
     flags = [None, {}, {}]
-    engines = [make_engine(flag) for flag in flags]
+    taking_turns = [engines.make_engine(flag) for flag in flags]
     curves = [[], [], []]
     for step in range(4):
-        for flag, engine, curve in zip(flags, engines, curves, strict=True):
-            curve += train(engine, rank, begin=step, end=step + 1)
+        for flag, engine, curve in zip(flags, taking_turns, curves, strict=True):
+            curve += engines.train(engine, rank, begin=step, end=step + 1)
             engine.eval()
             with torch.no_grad():
                 curve.append(engine(batch(100, rank, 9)).item())
@@ -140,9 +130,9 @@ def test_several_engines_that_evaluate_and_edit_equal_eager(rank, world):
             main = deepspeed.utils.safe_get_full_fp32_param(weight)
             deepspeed.utils.safe_set_full_fp32_param(weight, main if flag is not None else main * 0.9)
             engine.module.blocks[1].up.weight.requires_grad = step != 1  # by attribute
-    assert is_taken_over(engines[1]) and is_taken_over(engines[2])
+    assert engines.is_taken_over(taking_turns[1]) and engines.is_taken_over(taking_turns[2])
     assert curves[0] == curves[1] == curves[2]
-    for engine in engines:
+    for engine in taking_turns:
         engine.destroy()
 
 
@@ -164,13 +154,13 @@ def sgd(lr):
 @pytest.mark.slow
 def test_edits_of_parameters_outlive_steps(rank, world):
     """Eager ZeRO-3 goes back to its main parameters instead."""
-    engine = make_engine({}, **sgd(lr=0.0))
+    engine = engines.make_engine({}, **sgd(lr=0.0))
     weight = engine.module.head.weight
     for edited in (False, True):
         if edited:
             with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
                 weight.data.fill_(3.0 if rank == 0 else 0.0)
-        train(engine, rank, end=1)
+        engines.train(engine, rank, end=1)
     with deepspeed.zero.GatheredParameters(weight):
         assert torch.equal(weight, torch.full_like(weight, 3.0))
     engine.destroy()
@@ -179,7 +169,7 @@ def test_edits_of_parameters_outlive_steps(rank, world):
 @pytest.mark.slow
 def test_unused_parameters_do_not_step(rank, world):
     """Eager ZeRO-3 steps with a stale gradient instead."""
-    engine = make_engine({}, model=SecondLayerSometimes(), gradient_accumulation_steps=1, **sgd(lr=0.1))
+    engine = engines.make_engine({}, model=SecondLayerSometimes(), gradient_accumulation_steps=1, **sgd(lr=0.1))
     weights = []
     for uses_both in (True, False):
         engine.module.uses_both = uses_both
@@ -194,17 +184,17 @@ def test_unused_parameters_do_not_step(rank, world):
 
 @pytest.mark.slow
 def test_either_engine_resumes_from_checkpoints_of_either(rank, world, tmp_path):
-    whole = train(make_engine(None), rank)
+    whole = engines.train(engines.make_engine(None), rank)
     for writer, reader in ((None, {}), ({}, None), ({}, {})):
         checkpoint = f"{tmp_path}/{writer}{reader}"
-        first = make_engine(writer)
-        curve = train(first, rank, end=7)
+        first = engines.make_engine(writer)
+        curve = engines.train(first, rank, end=7)
         first.save_checkpoint(checkpoint)
-        second = make_engine(reader)
-        train(second, rank, begin=30, end=32)  # compiled, with other values
+        second = engines.make_engine(reader)
+        engines.train(second, rank, begin=30, end=32)  # compiled, with other values
         second.load_checkpoint(checkpoint)
-        curve += train(second, rank, begin=7)
-        assert curve == whole, (writer, reader, largest_differences(curve, whole))
+        curve += engines.train(second, rank, begin=7)
+        assert curve == whole, (writer, reader, engines.largest_differences(curve, whole))
         first.destroy()
         second.destroy()
 
@@ -215,8 +205,8 @@ def test_zero_to_fp32_reads_checkpoints(rank, world, tmp_path):
 
     curves, weights = [], []
     for flag in (None, {}):
-        engine = make_engine(flag)
-        curves.append(train(engine, rank, end=3))
+        engine = engines.make_engine(flag)
+        curves.append(engines.train(engine, rank, end=3))
         engine.save_checkpoint(f"{tmp_path}/{flag}")
         torch.distributed.barrier()
         weights.append(get_fp32_state_dict_from_zero_checkpoint(f"{tmp_path}/{flag}"))
@@ -229,11 +219,11 @@ def test_zero_to_fp32_reads_checkpoints(rank, world, tmp_path):
 
 @pytest.mark.slow
 def test_microbatches_share_gathers(rank, world):
-    expected, gathered = train(make_engine(None), rank, end=8), {}
+    expected, gathered = engines.train(engines.make_engine(None), rank, end=8), {}
     for microbatch_cache_bytes in (0, 1 << 20):
-        engine = make_engine({"microbatch_cache_bytes": microbatch_cache_bytes, "bucket_bytes": 500})
-        assert train(engine, rank, end=8) == expected
-        assert_taken_over(engine)
+        engine = engines.make_engine({"microbatch_cache_bytes": microbatch_cache_bytes, "bucket_bytes": 500})
+        assert engines.train(engine, rank, end=8) == expected
+        engines.assert_taken_over(engine)
         gathered[microbatch_cache_bytes] = zcompile.stats(engine.module)["gathered_bytes"]["float32"]
         with torch.no_grad():
             # The module sees the step, although no forward of the engine came between.
@@ -248,23 +238,21 @@ def test_microbatches_share_gathers(rank, world):
 @on_ranks(2, needs="deepspeed.runtime.torch_autocast")  # since 0.17.1
 def test_autocast_gathers_exactly_two_bytes_a_use(rank, world, first):
     """From the first step, or from the second without `engine.compile()`. Backward uses weights again, no biases."""
-    engine = make_engine({}, torch_autocast={"enabled": True, "dtype": "bfloat16"})
-    engine.compile() if first == 0 else train(engine, rank, end=first)
+    engine = engines.make_engine({}, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+    engine.compile() if first == 0 else engines.train(engine, rank, end=first)
     uses = {"weight": 2, "bias": 1}
     linears = [name for name, module in engine.module.named_modules() if isinstance(module, nn.Linear)]
     sizes = {name: parameter.ds_numel for name, parameter in engine.module.named_parameters()}
-    used = sum(
-        sizes[f"{name}.{kind}"] * count for name in linears for kind, count in uses.items() if f"{name}.{kind}" in sizes
-    )
+    used = sum(sizes.get(f"{name}.{kind}", 0) * count for name in linears for kind, count in uses.items())
     before = None
     for step in range(first, 8):
         zcompile.reset_stats(engine.module)
-        train(engine, rank, begin=step, end=step + 1)
+        engines.train(engine, rank, begin=step, end=step + 1)
         gathered = zcompile.stats(engine.module)["gathered_bytes"]
         assert gathered["bfloat16"] == 2 * used * MICROBATCHES, step
         assert step <= 1 or gathered == before
         before = gathered
-    assert_taken_over(engine)
+    engines.assert_taken_over(engine)
     engine.destroy()
 
 
@@ -272,13 +260,13 @@ def rank_trains_from_file(rank, world, folder, path):
     counters.clear()
     flag = {"inner": "inductor"} | ({} if path is None else {"artifact": str(path)})
     with cache_in(folder):
-        engine, losses = make_engine(flag, nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))), []
+        engine, losses = engines.make_engine(flag, nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))), []
         for step in range(4):
             loss = engine(normal(step, rank, 2, 5)).square().mean()
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-        assert_taken_over(engine)
+        engines.assert_taken_over(engine)
         compiled = engine.zcompile.state.provenance.compiled
         engine.destroy()
     return losses, compiled, bool(counters["stats"])
@@ -307,9 +295,9 @@ ON_TOP = {"communication_data_type": "fp32"}
 
 def trained(rank, **config):
     """Losses and norms of two steps, and what went over the wire."""
-    engine = make_engine({}, **config)
-    curve = train(engine, rank, end=2)
-    assert_taken_over(engine)
+    engine = engines.make_engine({}, **config)
+    curve = engines.train(engine, rank, end=2)
+    engines.assert_taken_over(engine)
     counted = zcompile.stats(engine.module)
     engine.destroy()
     return curve, counted
@@ -330,9 +318,9 @@ def test_the_page_names_the_options_that_have_no_effect():
 
 @pytest.mark.slow
 def test_a_threshold_of_granularity_makes_units(rank, world):
-    engine = make_engine({}, zero_optimization={"stage": 3, "stage3_module_granularity_threshold": 10**6})
-    train(engine, rank, end=1)
-    assert is_taken_over(engine) and engine.zcompile.state.units is not None
+    engine = engines.make_engine({}, zero_optimization={"stage": 3, "stage3_module_granularity_threshold": 10**6})
+    engines.train(engine, rank, end=1)
+    assert engines.is_taken_over(engine) and engine.zcompile.state.units is not None
     engine.destroy()
 
 
@@ -347,7 +335,7 @@ def test_the_page_runs(rank, world, tmp_path):
     file = f"{tmp_path}/ds_config_{rank}.json"
     with open(file, "w") as config:
         json.dump(config_of(None) | json.loads(f"{{{blocks['json']}}}"), config)
-    names = {"model": LanguageModel()}
+    names = {"model": engines.LanguageModel()}
     exec(compile(blocks["python"].replace("ds_config.json", file), "docs/deepspeed.md", "exec"), names)
     engine = names["engine"]
     assert engine.zcompile.options == {} and not engine.zcompile.given_back

@@ -102,9 +102,8 @@ def rank_saves(rank, world, folder, kind="SHARDED_STATE_DICT"):
     whole = accelerator.get_state_dict(model)
     assert bool(whole) == (rank == 0)
     values = {name: value.clone() for name, value in whole.items()}
-    accelerator.unwrap_model(model).save_pretrained(
-        f"{folder}/pretrained", state_dict=whole, is_main_process=accelerator.is_main_process
-    )
+    unwrapped, is_main = accelerator.unwrap_model(model), accelerator.is_main_process
+    unwrapped.save_pretrained(f"{folder}/pretrained", state_dict=whole, is_main_process=is_main)
     rest = accelerator.skip_first_batches(loader, 3)
     return steps(accelerator, model, optimizer, rest, 3), values
 
@@ -130,10 +129,8 @@ def test_saved_models_load_without_zcompile(ranks, tmp_path):
     from transformers import AutoModelForCausalLM
 
     (_, whole), _ = ranks(2).run(rank_saves, str(tmp_path))
-    for saved in (
-        AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained").state_dict(),
-        load_file(tmp_path / "model/model.safetensors"),
-    ):
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained")
+    for saved in (loaded.state_dict(), load_file(tmp_path / "model/model.safetensors")):
         assert saved.keys() == whole.keys()
         same_values(saved, {name: whole[name] for name in saved})
 
@@ -187,10 +184,9 @@ def test_what_cannot_train_is_refused_by_name(rank, world):
     stale = torch.optim.SGD(old, lr=0.1)
     raised(ValueError, f"SGD holds no parameter of the models.*rank {rank}", accelerator.prepare, model, stale)
     assert accelerator.prepare(model) is model  # not wrapped in DDP, as accelerate's own does
-
     forget_accelerate()
     accelerator = Accelerator(cpu=True)
-    early, model = None, tiny_llama()
+    model = tiny_llama()
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     raised(RuntimeError, "Build the optimizer after|pass", accelerator.prepare, model)
     model, prepared = accelerator.prepare(model, early)  # together, it gets the sharded parameters
@@ -202,9 +198,8 @@ def test_what_cannot_train_is_refused_by_name(rank, world):
     model(**{name: value[None] for name, value in Sentences()[0].items()}).loss.backward()
     used.step()
     raised(ValueError, "state of parameter 'model.embed_tokens.weight'", accelerator.prepare, model, used)
-    raised(
-        RuntimeError, "'model.embed_tokens.weight' is a DTensor", accelerator.prepare, sharded_by_fsdp2(tiny_llama())
-    )
+    model = sharded_by_fsdp2(tiny_llama())
+    raised(RuntimeError, "'model.embed_tokens.weight' is a DTensor", accelerator.prepare, model)
 
 
 def rank_trains_in(rank, world, precision, compiled):

@@ -97,9 +97,8 @@ def local_of(parameter):
 def torch_alone(budget, blocks, inner):
     torch.manual_seed(0)
     model = Blocks(blocks)
-    aot_eager = aot_autograd(
-        fw_compiler=lambda gm, _: make_boxed_func(gm), partition_fn=min_cut_rematerialization_partition
-    )
+    boxed = lambda gm, _: make_boxed_func(gm)
+    aot_eager = aot_autograd(fw_compiler=boxed, partition_fn=min_cut_rematerialization_partition)
     model.compile(backend=aot_eager if inner == "aot_eager" else inner)
     with torch._functorch.config.patch(activation_memory_budget=budget):
         return saved_bytes(model, normal(0, 0, 32, WIDTH))
@@ -115,12 +114,7 @@ def under_zcompile(budget, blocks, by_option, inner):
 
 @pytest.mark.parametrize(
     "blocks, by_option, inner",
-    [
-        (3, True, "aot_eager"),
-        slow_case(12, True, "aot_eager"),
-        slow_case(12, False, "aot_eager"),
-        slow_case(3, True, "inductor"),
-    ],
+    [(3, True, "aot_eager"), *(slow_case(12, by, "aot_eager") for by in (True, False)), slow_case(3, True, "inductor")],
 )
 def test_a_budget_saves_what_torch_alone_saves_under_it(rank, world, blocks, by_option, inner):
     ours, theirs = [], []

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.architectures import CannotBeMade, kinds, loss_of, small
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, slow_case
 from tests.support.reference import compiled, train_beside
 
 TASK = os.environ.get("ZCOMPILE_ARCHITECTURES", "")
@@ -88,10 +88,7 @@ if TASK:
     CASES = [(TASK, kind, INNER) for kind in kinds(TASK)]
 
 
-@pytest.mark.parametrize(
-    "task, kind, inner",
-    [pytest.param(*case, marks=[] if TASK or case == IN_CI else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.parametrize("task, kind, inner", [case if TASK or case == IN_CI else slow_case(*case) for case in CASES])
 def test_models_train_as_unsharded(two_ranks, task, kind, inner):
     """Importing diffusers takes most of the time."""
     reasons = two_ranks.run(rank_trains, task, kind, inner, timeout=600)

@@ -13,17 +13,9 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import zcompile
+from tests.support import parallel
 from tests.support.artifacts import Broken, cache_in, compiler_counts, loss_of, make_file, sharded, train
 from tests.support.meshes import as_rank
-from tests.support.parallel import (
-    WIDTH,
-    Mixture,
-    expert_parallel,
-    sequence_parallel,
-    three_blocks,
-    token_loss,
-    whole_loss,
-)
 from tests.support.ranks import slow_case
 from zcompile.artifact.aot import lacking
 from zcompile.artifact.file_format import decode
@@ -84,8 +76,8 @@ def check(pool, path, inductor_cache, tmp_path, autocast=False, **how):
 
 KINDS = {  # (model, loss, ranks that have one batch, ranks that compile)
     "whole": (sharded, loss_of, 1, "rank 0"),
-    "blocks": (three_blocks, whole_loss, 1, "rank 0"),
-    "parallel": (sequence_parallel, whole_loss, 2, "ranks 0, 1"),  # one for each half of the layers
+    "blocks": (parallel.three_blocks, parallel.whole_loss, 1, "rank 0"),
+    "parallel": (parallel.sequence_parallel, parallel.whole_loss, 2, "ranks 0, 1"),  # one for each half of the layers
 }
 
 
@@ -184,33 +176,33 @@ def test_a_file_for_other_ranks_and_dtypes(ranks, inductor_cache, tmp_path, worl
     check(ranks(world), tmp_path / "model.zc", inductor_cache, tmp_path, **how)
 
 
-INPUTS = (torch.randn(2, 6, WIDTH),)
+INPUTS = (torch.randn(2, 6, parallel.WIDTH),)
 
 
 def mixture(inner="eager"):
     torch.manual_seed(0)
-    return expert_parallel("cpu", inner, Mixture(1), shard=Shard(0), local=True)
+    return parallel.expert_parallel("cpu", inner, parallel.Mixture(1), shard=Shard(0), local=True)
 
 
 def rank_loads_mixture(rank, world, path, folder):
     counters.clear()
     with cache_in(folder):
         model = zcompile.compile(mixture(), artifact=path, require=True)
-        seen = train(model, rank, token_loss, 3)
+        seen = train(model, rank, parallel.token_loss, 3)
         assert zcompile.stats(model)["compiled"] == f"loaded from {path}" and not compiler_counts()
         experts, dp = model.blocks[0].experts, state_of(model).mesh.get_group()
         experts.group = dp
         with pytest.raises(RuntimeError, match="a process group, was replaced"):
-            token_loss(model, 0, rank)
+            parallel.token_loss(model, 0, rank)
         with pytest.raises(RuntimeError, match=r"made with another .*process group at zcompile: dimension 1 of mesh 1"):
             other = mixture()
             other.blocks[0].experts.group = dp
-            token_loss(zcompile.compile(other, artifact=path, require=True), 0, rank)
+            parallel.token_loss(zcompile.compile(other, artifact=path, require=True), 0, rank)
     return seen
 
 
 def rank_compiles_mixture(rank, world):
-    return train(mixture("inductor"), rank, token_loss, 3)
+    return train(mixture("inductor"), rank, parallel.token_loss, 3)
 
 
 @pytest.mark.slow

@@ -33,34 +33,22 @@ def file(tmp_path_factory):
     return path
 
 
-def embed_alone(self, tokens):
-    return self.head(self.embed(tokens))
-
-
+FUNCTION_REPLACED = "a function that the model calls, or a process group, was replaced"
 CHANGES = {  # a change, or a context in which the next call is, and the error
     "freeze": (lambda model: model.down.weight.requires_grad_(False), "'down.weight' was frozen"),
-    "freeze by attribute": (
-        lambda model: setattr(model.down.weight, "requires_grad", False),
-        "'down.weight' was frozen",
-    ),
+    "set frozen": (lambda model: setattr(model.down.weight, "requires_grad", False), "'down.weight' was frozen"),
     "unfreeze": (lambda model: model.up.bias.requires_grad_(True), "'up.bias' was unfrozen"),
     "evaluate": (lambda model: model.eval(), "training"),
     "evaluate one module": (lambda model: model.drop.eval(), "training"),
     "no_grad": (lambda model: torch.no_grad(), "grad"),
     "autocast": (lambda model: torch.autocast("cpu", torch.bfloat16), "autocast"),
     "deterministic": (lambda model: during(torch.use_deterministic_algorithms, True, False), "deterministic"),
-    "other function": (
-        lambda model: patch(artifacts, "squared_relu", torch.relu),
-        "a function that the model calls, or a process group, was replaced",
-    ),
+    "other function": (lambda model: patch(artifacts, "squared_relu", torch.relu), FUNCTION_REPLACED),
     "other forward": (
-        lambda model: patch(artifacts.Mixed, "forward", embed_alone),
+        lambda model: patch(artifacts.Mixed, "forward", lambda self, tokens: self.head(self.embed(tokens))),
         "the forward of Mixed was replaced",
     ),
-    "other forward of one module": (
-        lambda model: setattr(model.down, "forward", lambda x: nn.functional.linear(x, model.down.weight)),
-        "forward",
-    ),
+    "own forward": (lambda model: setattr(model.down, "forward", lambda x: x @ model.down.weight.t()), "forward"),
     "other buffer": (lambda model: setattr(model, "offset", torch.zeros(6, dtype=torch.float64)), "offset"),
     "new hook": (lambda model: model.down.register_forward_hook(lambda module, args, output: 2 * output), "hook"),
     "other dtype": (lambda model: model.double(), "torch.float64"),
@@ -95,15 +83,9 @@ def edited_lines(module, lines=program._source_lines.__wrapped__):
 
 
 OTHERWISE = {  # where a file is loaded, and the error
-    "beside another function": (
-        lambda: patch(artifacts, "squared_relu", artifacts.as_bytes),
-        "was made with another .*squared_relu",
-    ),
-    "beside another forward": (
-        lambda: patch(artifacts.Mixed, "forward", lambda self, tokens: tokens),
-        "modules: made for",
-    ),
-    "beside an edited source": (
+    "another function": (lambda: patch(artifacts, "squared_relu", artifacts.as_bytes), "with another .*squared_relu"),
+    "another forward": (lambda: patch(artifacts.Mixed, "forward", lambda self, x: x), "modules: made for"),
+    "an edited source": (
         lambda: patch(program, "_source_lines", edited_lines),
         r"lines \d+ to \d+ of module tests.support.artifacts have changed since",
     ),

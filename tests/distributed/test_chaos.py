@@ -5,6 +5,7 @@ import os
 import pytest
 
 from tests.support import chaos
+from tests.support.ranks import slow_case
 from tests.support.time_limits import scaled
 
 TIMEOUT_S = scaled(6.0)
@@ -18,9 +19,7 @@ def test_a_rank_that_fails_gives_a_right_result_or_an_error_on_all(seed):
     chaos.check(fault, answers, seconds)
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=pytest.mark.slow if seed else ()) for seed in range(max(SEEDS, 8))]
-)
+@pytest.mark.parametrize("seed", [0, *map(slow_case, range(1, max(SEEDS, 8)))])
 def test_a_rank_that_fails_in_a_replay_gives_one_of_them_too(seed):
     """The graphs are stand-ins, over gloo."""
     fault = chaos.Fault.of(seed, TIMEOUT_S, captured=True)

@@ -7,17 +7,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.support import parallel
 from tests.support.blocks import shard_in_blocks
-from tests.support.parallel import (
-    Dense,
-    Experts,
-    Mixture,
-    expert_placement,
-    mesh_of,
-    spread_dense,
-    spread_experts,
-    token_loss,
-)
 from tests.support.ranks import on_ranks, slow_case
 from tests.support.reference import clipped_steps, close, same_values
 
@@ -27,9 +18,9 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 def dense(kind, dp, tp, policy=FP32):
     """A model under tensor parallelism, sharded by `kind`; the same values on all ranks."""
-    mesh = mesh_of("cpu", dp=dp, tp=tp)
+    mesh = parallel.mesh_of("cpu", dp=dp, tp=tp)
     torch.manual_seed(0)
-    model = spread_dense(Dense(), mesh["tp"], sequence=False)
+    model = parallel.spread_dense(parallel.Dense(), mesh["tp"], sequence=False)
     if kind == "zcompile":
         return shard_in_blocks(model, mesh["dp"], param_dtype=policy.param_dtype)
     for block in model.blocks:
@@ -41,14 +32,14 @@ ROWS = Shard(0)
 
 
 def mixture(kind, efsdp, ep, shard=ROWS, policy=FP32):
-    mesh = mesh_of("cpu", efsdp=efsdp, ep=ep)
+    mesh = parallel.mesh_of("cpu", efsdp=efsdp, ep=ep)
     torch.manual_seed(0)
-    model = spread_experts(Mixture(), mesh["ep"])
+    model = parallel.spread_experts(parallel.Mixture(), mesh["ep"])
     if kind == "zcompile":
-        placement = expert_placement(model, mesh["efsdp"], shard)
+        placement = parallel.expert_placement(model, mesh["efsdp"], shard)
         dtype = policy.param_dtype
         return shard_in_blocks(model, mesh._flatten("dp"), shard_placement_fn=placement, param_dtype=dtype)
-    for experts in (each for each in model.modules() if isinstance(each, Experts)):
+    for experts in (each for each in model.modules() if isinstance(each, parallel.Experts)):
         fully_shard(experts, mesh=mesh["efsdp"], shard_placement_fn=lambda parameter: shard, mp_policy=policy)
         for parameter in experts.parameters():  # a mean over fewer ranks, and over gloo FSDP2 takes no other divisor
             parameter.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.div_(ep))
@@ -72,7 +63,7 @@ def test_placements_shards_and_steps_are_those_of_fsdp2(rank, world, make, sizes
         assert mine.placements == other.placements and mine.device_mesh == other.device_mesh, (name, mine, other)
         assert torch.equal(mine.to_local(), other.to_local()), name
     data_rank = rank // 2 if make is dense else rank
-    steps = (clipped_steps(model, token_loss, data_rank, 0.02, steps=5) for model in (ours, theirs))
+    steps = (clipped_steps(model, parallel.token_loss, data_rank, 0.02, steps=5) for model in (ours, theirs))
     for mine, other in zip(*steps, strict=True):
         for kind, value, right in zip(("loss", "norm"), mine, other, strict=True):
             close(value, right, tolerance, kind)
@@ -92,7 +83,7 @@ def kinds_in_forward(model, parents):
             seen.append((name, placements, tuple(parameter.shape), *kind))
 
     hooks = [module.register_forward_pre_hook(look) for module in model.modules() if isinstance(module, parents)]
-    token_loss(model, 0, model.data_rank).backward()
+    parallel.token_loss(model, 0, model.data_rank).backward()
     for hook in hooks:
         hook.remove()
     return seen
@@ -121,7 +112,7 @@ def test_a_write_to_a_parameter_of_tensor_parallelism_is_refused(rank, world):
 
     up.register_forward_pre_hook(write)
     with pytest.raises(RuntimeError, match=rf"'blocks.0.feed.up.weight' was modified in place .* on rank {rank}"):
-        token_loss(model, 0, rank // 2)
+        parallel.token_loss(model, 0, rank // 2)
 
 
 @pytest.mark.parametrize(

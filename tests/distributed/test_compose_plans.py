@@ -1,5 +1,7 @@
 """Models of transformers by their own plans for tensor and expert parallelism, beside transformers with FSDP2."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -12,7 +14,7 @@ from tests.support.ranks import on_ranks, slow, slow_case
 from tests.support.reference import clipped_steps, close, same_values
 from zcompile.integrations.huggingface import distribute
 
-STEPS = 3
+STEPS, INNERS = 3, ("eager", "aot_eager")
 CASES = {
     "llama-tp": (llama, {"tp_size": 2, "fsdp_size": 2}),
     "neox-tp": (neox, {"tp_size": 2, "fsdp_size": 2}),  # rowwise layers have biases
@@ -25,6 +27,8 @@ CASES = {
     "deepseek-ep-4": (deepseek, {"fsdp_size": 4, "ep_size": 4}),
     "deepseek-tp-ep": (deepseek, {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}),
 }
+FIRST = ("qwen-tp-ep", "eager")
+OTHERS = [slow_case(*each) for each in product(CASES, INNERS) if each != FIRST]
 
 
 def config_of(sizes):
@@ -45,14 +49,7 @@ def steps_of(model, data_rank):
         yield *trained, evaluated
 
 
-@pytest.mark.parametrize(
-    "case, inner",
-    [
-        pytest.param(case, inner, marks=() if (case, inner) == ("qwen-tp-ep", "eager") else slow)
-        for case in CASES
-        for inner in ("eager", "aot_eager")
-    ],
-)
+@pytest.mark.parametrize("case, inner", [FIRST, *OTHERS])
 @on_ranks(4)
 def test_models_train_and_evaluate_as_with_fsdp2(rank, world, tmp_path, case, inner):
     make, sizes = CASES[case]

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import zcompile
 from tests.support.models import normal
 from tests.support.parallel import TOKENS, WIDTH, Dense, maybe_compiled, mesh_of, spread_dense
-from tests.support.ranks import on_ranks, slow
+from tests.support.ranks import on_ranks, slow_case
 from tests.support.reference import train_beside
 
 # Queries, keys and values of this rank's tokens, and the result: [batch, heads, tokens, head].
@@ -121,7 +121,7 @@ CASES = [(way, inner) for way in WAYS for inner in ("eager", "aot_eager")]
 SLOW = [("ring of messages", "aot_eager"), ("ring", "aot_eager"), ("gathered", "aot_eager")]
 
 
-@pytest.mark.parametrize("way, inner", [pytest.param(*case, marks=[slow] * (case in SLOW)) for case in CASES])
+@pytest.mark.parametrize("way, inner", [slow_case(*case) if case in SLOW else case for case in CASES])
 @on_ranks(4, timeout=60)
 def test_divided_sequences_train_as_whole_ones(rank, world, way, inner):
     mesh = mesh_of("cpu", dp=2, cp=2)

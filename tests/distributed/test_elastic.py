@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.ranks import slow
+from tests.support.reference import finish_step
 from tests.support.time_limits import scaled
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/elastic.py"
@@ -54,9 +55,7 @@ def losses_without_ranks():
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(STEPS):
         loss = model(example["global_batch"](step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        finish_step(optimizer, loss)
         yield loss.item()
 
 
@@ -82,6 +81,5 @@ def test_a_job_that_loses_a_host_goes_on_from_a_checkpoint_with_fewer_ranks(tmp_
     expected = [(step, 4) for step in range(1, LOST_AT + 1)] + [(step, 2) for step in range(LOST_AT - 1, STEPS + 1)]
     assert [(int(step), int(ranks)) for step, ranks, _ in told] == expected
     unsharded = list(losses_without_ranks())
-    assert [float(loss) for _, _, loss in told] == pytest.approx(
-        [unsharded[step - 1] for step, _ in expected], rel=1e-5
-    )
+    losses = [unsharded[step - 1] for step, _ in expected]
+    assert [float(loss) for _, _, loss in told] == pytest.approx(losses, rel=1e-5)

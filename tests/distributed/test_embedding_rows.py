@@ -36,18 +36,14 @@ def test_rows_that_a_matrix_does_not_have_are_refused(rank, world):
         ops.reduce_rows(torch.ones(1, 3), table, [6, 3], torch.float32, torch.tensor([0]))
 
 
-def logged():
-    return unittest.TestCase().assertLogs("zcompile", "DEBUG")
-
-
 @slow
 @pytest.mark.parametrize("dtype, microbatches", [(torch.float32, 2), (torch.bfloat16, 1)])
 def test_leaving_them_out_changes_nothing(rank, world, dtype, microbatches):
     how = {"param_dtype": dtype, "microbatches": microbatches}
     with torch._inductor.config.patch(force_disable_caches=True):  # passes do not run where a cache has what they made
-        with logged() as with_rows:
+        with unittest.TestCase().assertLogs("zcompile", "DEBUG") as with_rows:
             rows = tables_curve(rank, {"inner": "inductor"}, **how)
-        with logged() as without_rows:
+        with unittest.TestCase().assertLogs("zcompile", "DEBUG") as without_rows:
             whole = tables_curve(rank, {"inner": "inductor", "skip_passes": ["embedding_rows"]}, **how)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(rows, whole, strict=True))
     (changed,) = [message for message in with_rows.output if "zcompile: embedding_rows:" in message]

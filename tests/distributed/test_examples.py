@@ -1,7 +1,6 @@
 """The programs in examples/ as a user starts them."""
 
 import argparse
-import functools
 import importlib
 import importlib.util
 import json
@@ -16,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.ranks import slow_case
 from tests.support.time_limits import scaled
 from zcompile.artifact.aot import lacking
 from zcompile.cli import main
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SHORT = ["--steps", "3", "--log-every", "1", "--tokens", "32", "--dim", "32", "--layers", "1", "--heads", "2"]
 
@@ -58,13 +57,13 @@ def check_results(folder, program, arguments, written):
     [
         ("train.py", [*ZCOMPILE, *CORPUS], "zcompile"),
         ("moe.py", MOE, "moe-zcompile-grouped"),
-        slow("train.py", [*ZCOMPILE, *CORPUS, "--pp", "2", "--layers", "2"], "zcompile"),
-        slow("train.py", ["--engine", "fsdp2", "--batch", "4", *CORPUS], "fsdp2"),
-        slow("train.py", [*ZCOMPILE, *CORPUS, "--tp", "2"], "zcompile"),
-        slow("moe.py", [*MOE, "--ep", "2"], "moe-zcompile-grouped-ep2"),
-        slow("moe.py", [*MOE, "--experts", "looped"], "moe-zcompile-looped"),
-        slow("moe.py", [*MOE, "--engine", "eager"], "moe-eager-grouped"),
-        slow("moe.py", [*MOE, "--engine", "fsdp2"], "moe-fsdp2-grouped"),
+        slow_case("train.py", [*ZCOMPILE, *CORPUS, "--pp", "2", "--layers", "2"], "zcompile"),
+        slow_case("train.py", ["--engine", "fsdp2", "--batch", "4", *CORPUS], "fsdp2"),
+        slow_case("train.py", [*ZCOMPILE, *CORPUS, "--tp", "2"], "zcompile"),
+        slow_case("moe.py", [*MOE, "--ep", "2"], "moe-zcompile-grouped-ep2"),
+        slow_case("moe.py", [*MOE, "--experts", "looped"], "moe-zcompile-looped"),
+        slow_case("moe.py", [*MOE, "--engine", "eager"], "moe-eager-grouped"),
+        slow_case("moe.py", [*MOE, "--engine", "fsdp2"], "moe-fsdp2-grouped"),
     ],
 )
 def test_an_example_trains_and_writes_its_results(ranks, tmp_path, program, arguments, written):
@@ -101,12 +100,9 @@ def test_an_example_runs_under_torchrun(tmp_path, program, arguments, written):
 @pytest.mark.slow
 @pytest.mark.skipif(bool(lacking()), reason=lacking())
 def test_an_example_trains_from_a_file_and_compiles_nothing(tmp_path):
-    build = f"{EXAMPLES / 'precompiled.py'}:build"
-    assert (
-        main(["precompile", "--module", build, "--mesh", "dp=2", "--device", "cpu", "--out", str(tmp_path / "a.zc")])
-        == 0
-    )
-    how, losses = run_example("precompiled.py", tmp_path / "a.zc").splitlines()
+    build, out = f"{EXAMPLES / 'precompiled.py'}:build", str(tmp_path / "a.zc")
+    assert main(["precompile", "--module", build, "--mesh", "dp=2", "--device", "cpu", "--out", out]) == 0
+    how, losses = run_example("precompiled.py", out).splitlines()
     assert "loaded from" in how and "0 graphs compiled" in how and losses.startswith("losses 2.15 2.04 ")
 
 

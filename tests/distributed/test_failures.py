@@ -21,7 +21,7 @@ from tests.support.models import Transformer
 from tests.support.process import full_disk
 from tests.support.raising import RAISES, MayRaise
 from tests.support.ranks import slow_case
-from tests.support.reference import compiled, lm_loss
+from tests.support.reference import compiled, finish_step, lm_loss
 from tests.support.time_limits import scaled
 from zcompile.ranks.program_check import Agreement, Line
 
@@ -235,9 +235,7 @@ def test_a_backward_that_raised_leaves_nothing_behind(rank, world, inner):
             if step == 4:
                 zcompile.reset_stats(model)
             loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            finish_step(optimizer, loss)
             curves[-1].append(loss.item())
         peaks.append(zcompile.stats(model)["peak_unsharded_bytes"])
     assert curves[0] == curves[1] and peaks[0] == peaks[1], (curves, peaks)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zcompile
 from tests.support.mixtures import EXPERTS, WIDTH, MixtureModel, StackedExperts
 from tests.support.models import Chain, mean_square
-from tests.support.process import no_collector, rss_bytes, threads
+from tests.support.process import no_collector, status
 from tests.support.raising import Fault
 from tests.support.ranks import Ranks, on_ranks, slow_case
 from tests.support.reference import close, compiled, losses_of, pair
@@ -165,7 +165,7 @@ def rank_makes_many(rank, world, few, many, prepare):
         torch._dynamo.reset()
         gc.collect()
         if i in (few, many):
-            counts.append((rss_bytes(), threads()))
+            counts.append((1024 * status("VmRSS"), status("Threads")))
     return counts
 
 

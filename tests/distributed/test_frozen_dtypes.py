@@ -13,11 +13,11 @@ from tests.support.packed import FP8, PackedLinear, Quantized, frozen, quantized
 from tests.support.ranks import on_ranks, slow, slow_case
 from tests.support.reference import BF16, FP32, close, compiled, full, pair, same_values, train_beside
 
+by_inductor = functools.partial(compiled, inner="inductor")
+
 
 @pytest.mark.parametrize("world", [slow_case(1), 2, slow_case(4)])
-@pytest.mark.parametrize(
-    "prepare", [zcompile.shard, compiled, slow_case(functools.partial(compiled, inner="inductor"))]
-)
+@pytest.mark.parametrize("prepare", [zcompile.shard, compiled, slow_case(by_inductor)])
 @pytest.mark.parametrize("param_dtype", [None, slow_case(torch.bfloat16)])
 def test_training_beside_frozen_parameters_of_any_dtype(rank, world, prepare, param_dtype):
     tolerance = BF16 if param_dtype else FP32

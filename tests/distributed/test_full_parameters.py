@@ -37,9 +37,7 @@ SHAPES = [((2,), 2), *(slow_case(shape, math.prod(shape)) for shape in ((1,), (4
 
 
 @pytest.mark.parametrize("shape, world", SHAPES)
-@pytest.mark.parametrize(
-    ("dtype", "bucket_bytes"), [(None, 1 << 20), (torch.bfloat16, 3000), slow_case(torch.float64, 1)]
-)
+@pytest.mark.parametrize("dtype, bucket_bytes", [(None, 1 << 20), (torch.bfloat16, 3000), slow_case(torch.float64, 1)])
 def test_tensors_are_those_of_the_unsharded_state(rank, world, shape, dtype, bucket_bytes):
     reference, model = pair(with_buffers, functools.partial(zcompile.shard, mesh=dist.init_device_mesh("cpu", shape)))
     expected = reference.state_dict()

@@ -16,7 +16,7 @@ import zcompile.training.fused_optimizer
 from tests.support.models import Transformer, mean_square, normal
 from tests.support.process import no_collector
 from tests.support.ranks import slow_case
-from tests.support.reference import compiled, lm_loss, same_values
+from tests.support.reference import compiled, finish_step, lm_loss, same_values
 from zcompile.state.sharded_model import state_of
 
 
@@ -138,9 +138,8 @@ class Writing:
     def fused_adam_step(self, indices, tensors, lr, beta1, beta2, weight_decay, eps):
         parameters, gradients, averages, squares, counts = tensors
         settings = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
-        torch._fused_adamw_(
-            parameters, gradients, averages, squares, [], counts, **settings, amsgrad=False, maximize=False
-        )
+        settings |= {"amsgrad": False, "maximize": False}
+        torch._fused_adamw_(parameters, gradients, averages, squares, [], counts, **settings)
         for gradient in gradients:
             gradient.fill_(7)
         self.steps += 1
@@ -156,9 +155,8 @@ def writes(make_state, models, optimizer):
     transports = [Writing() for _ in models]
     for model, writing in zip(models, transports, strict=True):
         state = make_state(model)
-        writing.state = WritingState(
-            parameters=state.parameters, runtime=writing, units=None, others=[], offloads=set()
-        )
+        given = {"parameters": state.parameters, "units": None, "others": [], "offloads": set()}
+        writing.state = WritingState(runtime=writing, **given)
         zcompile.training.fused_optimizer.state_of = lambda model, writing=writing: writing.state
         zcompile.fuse_optimizer(model, optimizer)
     zcompile.training.fused_optimizer.state_of = make_state
@@ -172,9 +170,7 @@ def pair():
 
 def train(models, optimizer, steps):
     for step in range(steps):
-        sum(mean_square(3, 6)(model, step, 0) for model in models).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        finish_step(optimizer, sum(mean_square(3, 6)(model, step, 0) for model in models))
     return [parameter.to_local().detach().clone() for model in models for parameter in model.parameters()]
 
 
@@ -187,9 +183,8 @@ def test_gradients_are_gone_when_hooks_run(rank, world):
     models = pair()
     optimizer = torch.optim.AdamW(parameters_of(models), lr=1e-2, fused=True)
     transports = writes(state_of, models, optimizer)
-    optimizer.register_step_post_hook(
-        lambda *_: [parameter.grad for parameter in parameters_of(models)].count(None) == 4 or 1 / 0
-    )
+    check = lambda *_: [parameter.grad for parameter in parameters_of(models)].count(None) == 4 or 1 / 0
+    optimizer.register_step_post_hook(check)
     trained = train(models, optimizer, 3)
     assert [transport.steps for transport in transports] == [3, 3]
     plain = pair()

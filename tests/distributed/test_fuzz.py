@@ -16,8 +16,9 @@ from torch.fx import GraphModule, Interpreter
 
 import zcompile
 from tests.support import fuzz
-from tests.support.cuda_graphs import counts, finish_step, same_as_uncaptured
+from tests.support.cuda_graphs import counts, same_as_uncaptured
 from tests.support.ranks import slow, slow_case
+from tests.support.reference import finish_step
 from zcompile.compiler.backend import compile_aot_eager
 from zcompile.costs.hardware import CPU, H200
 from zcompile.explanation.trace import copied
@@ -54,9 +55,8 @@ def check_module(seed, rank, world):
                     loss.backward()
                 same(ours, beside, f"loss of step {step}")
                 near(ours, theirs[rank], f"loss of step {step}")
-        for (name, mine), other, whole in zip(
-            compiled.named_parameters(), eager.parameters(), reference.parameters(), strict=True
-        ):
+        others = eager.parameters(), reference.parameters()
+        for (name, mine), other, whole in zip(compiled.named_parameters(), *others, strict=True):
             missing = [parameter.grad is None for parameter in (mine, other, whole)]
             assert len(set(missing)) == 1, f"gradient of {name} is missing: {missing}"
             if mine.grad is not None:
@@ -104,12 +104,9 @@ def check_plans(seed, rank, world):
 
     def backend(gm, example_inputs):
         link = (CPU.over("gloo", world), H200.over("p2p", world))[seed % 2]  # which reads rows of tables alone
-        plan = Settings.parse({"save_for_backward_bytes": fuzz.options_of(seed)["save_for_backward_bytes"]}).plan(
-            link, 1 << 30
-        )
-        return compile_aot_eager(
-            gm, example_inputs, plan, lambda graph, _: taken.append((copied(graph)[0], example_inputs))
-        )
+        saves = {"save_for_backward_bytes": fuzz.options_of(seed)["save_for_backward_bytes"]}
+        look = lambda graph, _: taken.append((copied(graph)[0], example_inputs))
+        return compile_aot_eager(gm, example_inputs, Settings.parse(saves).plan(link, 1 << 30), look)
 
     with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
         torch.compile(model, backend=backend, fullgraph=True)(batch(seed, rank))

@@ -1,6 +1,7 @@
 """How often eager code gathers, as FSDP2 does, and that it reduces as soon as gradients are there."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -16,17 +17,14 @@ from tests.support.ranks import on_ranks, slow_case
 TOKENS = torch.arange(10).view(2, 5)
 
 
-def t5():
-    return hugging_face("t5")
-
-
 def lora_on_all_linears():
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(hugging_face("llama"), LoraConfig(r=2, target_modules="all-linear"))
 
 
-@pytest.mark.parametrize("make", [t5, lora_on_all_linears])
+# Blocks of a T5 return what they were given, too: the position bias.
+@pytest.mark.parametrize("make", [functools.partial(hugging_face, "t5"), lora_on_all_linears])
 @on_ranks(2, needs="peft")
 def test_each_parameter_is_gathered_once_in_forward_and_in_backward(rank, world, make):
     model = shard_in_blocks(make())
@@ -53,16 +51,11 @@ def wrap_layers(model, backend):
         model[i] = torch.compile(layer, backend=backend)
 
 
+CASES = [(compile_layers, "aot_eager"), (wrap_layers, "aot_eager"), (wrap_layers, "zcompile")]
+
+
 @pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize(
-    "compile_each, backend",
-    [
-        (compile_layers, "aot_eager"),
-        (wrap_layers, "aot_eager"),
-        slow_case(compile_layers, "inductor"),
-        (wrap_layers, "zcompile"),
-    ],
-)
+@pytest.mark.parametrize("compile_each, backend", [*CASES, slow_case(compile_layers, "inductor")])
 def test_compiled_layers_keep_no_weight_until_backward(rank, world, compile_each, backend, is_first):
     """By any backend, compiled before `shard`, as FSDP2's users do, or after it."""
     torch._dynamo.reset()

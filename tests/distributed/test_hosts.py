@@ -16,7 +16,7 @@ import zcompile
 from tests.support.hosts import Hosts, cut_link, received_bytes, throttle_link
 from tests.support.models import Chain, Transformer, mean_square
 from tests.support.ranks import on_ranks, slow, slow_case
-from tests.support.reference import lm_loss, losses_of, pair, sgd, train_beside
+from tests.support.reference import finish_step, lm_loss, losses_of, pair, sgd, train_beside
 from tests.support.time_limits import scaled
 from zcompile.ranks.process_groups import all_gather_object
 
@@ -109,9 +109,7 @@ def rank_lost_host(rank, world, mode):
                 begin = time.monotonic()
                 if rank == GPUS:  # on the second host
                     cut_link()
-            loss(model, step, rank).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            finish_step(optimizer, loss(model, step, rank))
     except RuntimeError as error:
         return time.monotonic() - begin, str(error)
     return time.monotonic() - begin, ""
@@ -148,9 +146,7 @@ def losses_without_ranks():
     optimizer = sgd(model.parameters())
     for step in range(200):
         losses = [lm_loss(model, step, rank) for rank in range(HOSTS * GPUS)]
-        sum(losses).div(len(losses)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        finish_step(optimizer, sum(losses).div(len(losses)))
         yield [loss.item() for loss in losses]
 
 

@@ -44,11 +44,8 @@ def as_read(model, loss):
     """The parameters that a forward reads, by their names."""
     seen = {}
     for path, module in model.named_modules():
-        module.register_forward_pre_hook(
-            lambda module, _, path=path: seen.update(
-                {f"{path}.{name}": each.detach().clone() for name, each in module._parameters.items()}
-            )
-        )
+        read = lambda own, of=path: {f"{of}.{name}": each.detach().clone() for name, each in own._parameters.items()}
+        module.register_forward_pre_hook(lambda module, _, read=read: seen.update(read(module)))
     loss(model)
     return seen
 

@@ -49,14 +49,11 @@ def edited(model, edit, shard, is_compiled, runs_before):
     return model
 
 
-@pytest.mark.parametrize(
-    "edit, is_compiled",
-    [
-        *((edit, False) for edit in EDITS),
-        ("drop a layer", True),
-        *(slow_case(edit, True) for edit in EDITS if edit != "drop a layer"),
-    ],
-)
+CASES = [*((edit, False) for edit in EDITS), ("drop a layer", True)]
+CASES += [slow_case(edit, True) for edit in EDITS if edit != "drop a layer"]
+
+
+@pytest.mark.parametrize("edit, is_compiled", CASES)
 def test_what_is_left_trains(rank, world, edit, is_compiled):
     def make():
         model = Net()
@@ -68,9 +65,8 @@ def test_what_is_left_trains(rank, world, edit, is_compiled):
         for runs_before in (False, True):
             torch._dynamo.reset()
             makes_ours = [True, False]  # from the end: the reference comes first
-            prepare = functools.partial(
-                edited, edit=EDITS[edit], shard=shard, is_compiled=is_compiled, runs_before=runs_before
-            )
+            how = {"edit": EDITS[edit], "shard": shard, "is_compiled": is_compiled, "runs_before": runs_before}
+            prepare = functools.partial(edited, **how)
             train_beside(rank, world, prepare, make=make, loss=loss_of, steps=2)
 
 
@@ -88,10 +84,8 @@ def test_values_are_followed_however_they_are_exchanged(rank, world, swaps):
                 model.compile(**OPTIONS)
             loss_of(model, 0, rank).backward()
             whole = other.state_dict()
-            placed = {
-                name: distribute_tensor(whole[name], each.device_mesh, each.placements)
-                for name, each in model.state_dict().items()
-            }
+            state = model.state_dict().items()
+            placed = {name: distribute_tensor(whole[name], each.device_mesh, each.placements) for name, each in state}
             model.load_state_dict(placed, assign=assign)
             for step in range(2):
                 same_backward(rank, world, model, other, loss_of, step)

@@ -18,38 +18,22 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.debug import CommDebugMode
 
 import zcompile
-from tests.support.late_link import (
-    Full,
-    LateLink,
-    fused,
-    hosted,
-    linear,
-    linear_loss,
-    linear_steps,
-    results_of,
-    small_groups,
-    step,
-    train,
-    unfused,
-)
+from tests.support import late_link as late
 from tests.support.models import Chain, Transformer, mean_square, normal
 from tests.support.ranks import on_ranks, slow_case
 from tests.support.reference import autocast_loss, compiled, lm_loss, same_values
 from zcompile.state.sharded_model import state_of
 from zcompile.training.host_link import Queue
 
-MOMENTS = functools.partial(LateLink, "moments")
+MOMENTS = functools.partial(late.LateLink, "moments")
 IN_BF16 = {"param_dtype": torch.bfloat16}
 both = pytest.mark.parametrize("offload", ["moments", "states"])
 
 # Each sort of wait in [Note: streamed steps] but the first, whose reason CPUs have not, and the eager queues by which
 # its absence shows. The last is that of one sort of offload alone.
-WAITS = [
-    ((Queue.COMPUTE, Queue.TO_DEVICE), ()),
-    ((Queue.TO_HOST, Queue.COMPUTE), (Queue.TO_HOST,)),
-    ((Queue.TO_DEVICE, Queue.TO_HOST), (Queue.TO_DEVICE,)),
-]
-LAST_WAIT = {"moments": ((None, Queue.TO_HOST), ()), "states": ((Queue.COMPUTE, Queue.TO_HOST), ())}
+COMPUTE, TO_DEVICE, TO_HOST = Queue.COMPUTE, Queue.TO_DEVICE, Queue.TO_HOST
+WAITS = [((COMPUTE, TO_DEVICE), ()), ((TO_HOST, COMPUTE), (TO_HOST,)), ((TO_DEVICE, TO_HOST), (TO_DEVICE,))]
+LAST_WAIT = {"moments": ((None, TO_HOST), ()), "states": ((COMPUTE, TO_HOST), ())}
 
 
 def curve(rank, link, shard, how, loss_of, make, steps):
@@ -61,7 +45,7 @@ def curve(rank, link, shard, how, loss_of, make, steps):
     rest = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     optimizer = make([{"params": decayed}, {"params": [*rest, other], "weight_decay": 0.0}], lr=1e-2, fused=True)
     model.blocks[0].up.weight.requires_grad_(False)
-    fused(model, optimizer, link)
+    late.fused(model, optimizer, link)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     values = []
     for i in range(steps):
@@ -73,17 +57,15 @@ def curve(rank, link, shard, how, loss_of, make, steps):
                 (loss / 2).backward()
                 values.append(loss.detach())
         values.append(zcompile.clip_grad_norm_([*model.parameters()], 0.5))
-        step(optimizer, link)
+        late.step(optimizer, link)
         schedule.step()
         if link is not None and link.offload == "states":
-            assert ("blocks.0.up.weight" in hosted(model, link)) == (i >= 3), "only what is trained moves"
-    if (
-        link is not None and link.offload == "states"
-    ):  # under autocast, norms and the embedding, which is the head too, are also read in float32
+            assert ("blocks.0.up.weight" in late.hosted(model, link)) == (i >= 3), "only what is trained moves"
+    if link is not None and link.offload == "states":  # autocast reads norms and the tied embedding in float32, too
         with_elements = {name for name, each in model.named_parameters() if each.ndim and each.to_local().numel()}
         linear = {name for name in with_elements if "blocks" in name and "norm" not in name}
-        assert hosted(model, link) == (with_elements if how else linear)
-    return dict(enumerate(values)) | results_of(model, optimizer) | {"other": other}
+        assert late.hosted(model, link) == (with_elements if how else linear)
+    return dict(enumerate(values)) | late.results_of(model, optimizer) | {"other": other}
 
 
 @pytest.mark.parametrize(
@@ -103,27 +85,23 @@ def curve(rank, link, shard, how, loss_of, make, steps):
     ],
 )
 def test_steps_are_those_without_offload(rank, world, offload, eager, shard, how, loss, make, steps):
-    link = LateLink(offload, eager)
-    with small_groups(link):
+    link = late.LateLink(offload, eager)
+    with late.small_groups(link):
         offloaded = curve(rank, link, shard, how, loss, make, steps)
     same_values(offloaded, curve(rank, None, shard, how, loss, make, steps))
     assert link.runs[Queue.COMPUTE] > steps * 4, "each step should reuse slots"
 
 
-@pytest.mark.parametrize(
-    "offload, wait, eager", [(offload, *case) for offload, last in LAST_WAIT.items() for case in (*WAITS, last)]
-)
+@pytest.mark.parametrize("offload, wait, eager", [(of, *case) for of in LAST_WAIT for case in (*WAITS, LAST_WAIT[of])])
 def test_each_wait_is_needed(rank, world, offload, wait, eager):
     """If a wait is left out, numbers are wrong; with it, they are right on the same link."""
-    expected = linear_steps(rank, None)
+    expected = late.linear_steps(rank, None)
     for ignored in ((), (wait,)):
-        link = LateLink(offload, eager, ignored)
-        with small_groups(link):
-            found = linear_steps(rank, link)
-        is_same = all(
-            torch.equal(getattr(found[name], "_local_tensor", found[name]), getattr(value, "_local_tensor", value))
-            for name, value in expected.items()
-        )
+        link = late.LateLink(offload, eager, ignored)
+        with late.small_groups(link):
+            found = late.linear_steps(rank, link)
+        local = lambda value: getattr(value, "_local_tensor", value)
+        is_same = all(torch.equal(local(found[name]), local(value)) for name, value in expected.items())
         assert is_same == (not ignored)
 
 
@@ -138,14 +116,14 @@ def random_steps(rank, link, seed):
     draw.shuffle(parameters)
     cut = draw.randint(1, len(parameters))
     groups = [{"params": each} for each in (parameters[:cut], parameters[cut:]) if each]
-    optimizer = fused(model, torch.optim.AdamW(groups, lr=1e-2, fused=True), link)
+    optimizer = late.fused(model, torch.optim.AdamW(groups, lr=1e-2, fused=True), link)
     for i in range(4):
         for parameter in parameters:
             parameter.requires_grad_(draw.random() < 0.8)
         parameters[0].requires_grad_(True)
         mean_square(3, widths[0])(model, i, rank).backward()
-        step(optimizer, link)
-    return results_of(model, optimizer)
+        late.step(optimizer, link)
+    return late.results_of(model, optimizer)
 
 
 @pytest.mark.parametrize("offload, world", [slow_case("moments", 3), ("states", 1), ("states", 3)])
@@ -153,15 +131,15 @@ def random_steps(rank, link, seed):
 def test_random_sizes_groups_dtypes_and_links(rank, world, offload):
     for seed in range(16):
         draw = random.Random(seed)
-        link = LateLink(offload, [queue for queue in Queue if draw.random() < 0.4])
-        with small_groups(link, elements=128 * draw.randint(1, 8)):
+        link = late.LateLink(offload, [queue for queue in Queue if draw.random() < 0.4])
+        with late.small_groups(link, elements=128 * draw.randint(1, 8)):
             offloaded = random_steps(rank, link, seed)
         same_values(offloaded, random_steps(rank, None, seed))
 
 
 def resumed(rank, link, path, model_state, state):
     """Parameters and states after two steps that follow a checkpoint, of torch or of DCP."""
-    model, optimizer = linear(link, seed=7)
+    model, optimizer = late.linear(link, seed=7)
     if path is None:
         model.load_state_dict(model_state)
         optimizer.load_state_dict(state)
@@ -170,11 +148,11 @@ def resumed(rank, link, path, model_state, state):
         dcp.load({"model": model_state, "optimizer": state}, checkpoint_id=path)
         set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=state)
     if link is not None:
-        assert len(hosted(model, link)) == 4 * (link.offload == "states")
+        assert len(late.hosted(model, link)) == 4 * (link.offload == "states")
         moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
         assert moments and all(link.is_host(moment.to_local()) for moment in moments), "loaded to the device"
-    train(model, optimizer, link, rank, range(3, 5))
-    return results_of(model, optimizer)
+    late.train(model, optimizer, link, rank, range(3, 5))
+    return late.results_of(model, optimizer)
 
 
 @pytest.mark.parametrize("offload, world", [("moments", 2), ("states", 1), ("states", 2)])
@@ -183,10 +161,10 @@ def test_checkpoints_resume_with_and_without_offload(rank, world, tmp_path, offl
     """From and to each of offloaded and not, the steps after a checkpoint are the same."""
     results, files = [], []
     for saves in (False, True):
-        link = LateLink(offload) if saves else None
-        with small_groups(link):
-            model, optimizer = linear(link)
-            train(model, optimizer, link, rank, range(3))
+        link = late.LateLink(offload) if saves else None
+        with late.small_groups(link):
+            model, optimizer = late.linear(link)
+            late.train(model, optimizer, link, rank, range(3))
             stored = io.BytesIO()
             torch.save((model.state_dict(), optimizer.state_dict()), stored)
             model_state, state = get_state_dict(model, optimizer)
@@ -196,8 +174,8 @@ def test_checkpoints_resume_with_and_without_offload(rank, world, tmp_path, offl
             for checkpoint in (None, tmp_path / f"{saves}"):
                 stored.seek(0)
                 state_dicts = torch.load(stored, weights_only=False)
-                link = LateLink(offload) if loads else None
-                with small_groups(link):
+                link = late.LateLink(offload) if loads else None
+                with late.small_groups(link):
                     results.append(resumed(rank, link, checkpoint, *state_dicts))
     same_values(*files)
     assert all(value.dtype == torch.float32 for value in files[1].values())
@@ -217,12 +195,12 @@ READS = {
 
 def test_reads_wait_for_copies_to_the_host(rank, world):
     """Each way to read states finds those of the last step."""
-    expected = linear_steps(rank, None, steps=2)
+    expected = late.linear_steps(rank, None, steps=2)
     for name, read in READS.items():
         link = MOMENTS()
-        with small_groups(link):
-            model, optimizer = linear(link)
-            train(model, optimizer, link, rank, range(2))
+        with late.small_groups(link):
+            model, optimizer = late.linear(link)
+            late.train(model, optimizer, link, rank, range(2))
             assert link.work[Queue.TO_HOST], "copies to the host should be late"
             states = read(optimizer)
         for i, state in enumerate(states):
@@ -240,18 +218,18 @@ def units_of_two_models(rank, link):
     parameters = [parameter for model in models for parameter in model.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, fused=True)
     for model in models:
-        fused(model, optimizer, link)
+        late.fused(model, optimizer, link)
     for i in range(4):
-        sum(linear_loss(model, i, rank) for model in models).backward()
-        step(optimizer, link)
+        sum(late.linear_loss(model, i, rank) for model in models).backward()
+        late.step(optimizer, link)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    return results_of(nn.ModuleList(models), optimizer)
+    return late.results_of(nn.ModuleList(models), optimizer)
 
 
 @both
 def test_units_and_two_models_are_offloaded(rank, world, offload):
-    link = LateLink(offload)
-    with small_groups(link):
+    link = late.LateLink(offload)
+    with late.small_groups(link):
         offloaded = units_of_two_models(rank, link)
     same_values(offloaded, units_of_two_models(rank, None))
     assert len(link.hosts) == 8 * (3 if offload == "states" else 2)
@@ -261,47 +239,47 @@ def test_units_and_two_models_are_offloaded(rank, world, offload):
 def test_scaled_steps_are_those_without_offload(rank, world, offload):
     """Also a step that is left out, since a gradient is infinite."""
     results = []
-    for link in (LateLink(offload), None):
-        with small_groups(link):
-            model, optimizer = linear(link)
+    for link in (late.LateLink(offload), None):
+        with late.small_groups(link):
+            model, optimizer = late.linear(link)
             scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
             for i in range(5):
-                scaler.scale(linear_loss(model, i, rank) * (float("inf") if i == 2 else 1)).backward()
+                scaler.scale(late.linear_loss(model, i, rank) * (float("inf") if i == 2 else 1)).backward()
                 scaler.step(optimizer)
                 if link is not None:
                     link.finish_compute()
                 scaler.update()
                 optimizer.zero_grad()
-        results.append(results_of(model, optimizer) | {"scale": torch.tensor(scaler.get_scale())})
+        results.append(late.results_of(model, optimizer) | {"scale": torch.tensor(scaler.get_scale())})
     same_values(*results)
 
 
 @both
 def test_a_gradient_that_is_sharded_otherwise_is_left_to_dtensor(rank, world, offload):
     results = []
-    for link in (LateLink(offload), None):
+    for link in (late.LateLink(offload), None):
         torch.manual_seed(0)
         model = zcompile.shard(nn.Linear(40, 60), **IN_BF16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
         losses = []
-        with small_groups(link):
-            fused(model, optimizer, link)
+        with late.small_groups(link):
+            late.fused(model, optimizer, link)
             for i in range(3):
                 losses.append(model(torch.ones(2, 40)).sum())
                 losses[-1].backward()
                 full, mesh = normal(i, 0, 60, 40), model.weight.device_mesh
                 model.weight.grad = DTensor.from_local(full, mesh, [Replicate()], run_check=False)
-                step(optimizer, link)
-        results.append(results_of(model, optimizer) | {str(i): each.detach() for i, each in enumerate(losses)})
+                late.step(optimizer, link)
+        results.append(late.results_of(model, optimizer) | {str(i): each.detach() for i, each in enumerate(losses)})
     same_values(*results)
 
 
 def test_a_step_has_no_collective_of_its_own(rank, world):
     counts = []
     for offload in (None, "moments"):
-        model, optimizer = unfused()
+        model, optimizer = late.unfused()
         zcompile.fuse_optimizer(model, optimizer, offload=offload)
-        linear_loss(model, 0, rank).backward()
+        late.linear_loss(model, 0, rank).backward()
         started = len(state_of(model).runtime.order())
         with CommDebugMode() as communication:
             optimizer.step()
@@ -314,46 +292,46 @@ def test_a_step_has_no_collective_of_its_own(rank, world):
 def test_without_host_memory_nothing_changes(rank, world, offload):
     """The error names the bytes and the remedy. Once there is memory, steps are those without offload."""
     results = []
-    for link in (Full(offload), None):
-        model, optimizer = unfused()
-        with small_groups(link):
-            train(model, optimizer, None, rank, [0])
+    for link in (late.Full(offload), None):
+        model, optimizer = late.unfused()
+        with late.small_groups(link):
+            late.train(model, optimizer, None, rank, [0])
             if link is not None:
-                before = results_of(model, optimizer)
+                before = late.results_of(model, optimizer)
                 numel = sum(parameter.to_local().numel() for parameter in model.parameters())
                 size = 4 * numel * (2 if offload == "moments" else 1)  # main parameters move first
                 with pytest.raises(RuntimeError, match=f"asked for {size} bytes .* rank {rank}.*ulimit -l"):
-                    train(model, fused(model, optimizer, link), link, rank, [1])
-                same_values(results_of(model, optimizer), before)
-                assert not hosted(model, link)
+                    late.train(model, late.fused(model, optimizer, link), link, rank, [1])
+                same_values(late.results_of(model, optimizer), before)
+                assert not late.hosted(model, link)
                 optimizer.zero_grad()
                 link.hosts.clear()
                 link.room = 12
-                fused(model, optimizer, link)
-            train(model, optimizer, link, rank, range(1, 4))
-            results.append(results_of(model, optimizer))
+                late.fused(model, optimizer, link)
+            late.train(model, optimizer, link, rank, range(1, 4))
+            results.append(late.results_of(model, optimizer))
         assert link is None or all(link.is_host(each["exp_avg"].to_local()) for each in optimizer.state.values())
     same_values(*results)
 
 
 def test_a_checkpoint_without_host_memory_changes_no_state(rank, world):
-    link = Full("moments")
-    with small_groups(link):
-        model, optimizer = unfused()
-        train(model, optimizer, None, rank, [0])
+    link = late.Full("moments")
+    with late.small_groups(link):
+        model, optimizer = late.unfused()
+        late.train(model, optimizer, None, rank, [0])
         state = copy.deepcopy(optimizer.state_dict())
-        train(model, optimizer, None, rank, [1])
-        before = results_of(model, optimizer)
-        fused(model, optimizer, link)
+        late.train(model, optimizer, None, rank, [1])
+        before = late.results_of(model, optimizer)
+        late.fused(model, optimizer, link)
         with pytest.raises(RuntimeError, match=r"asked for .* of pinned host memory"):
             optimizer.load_state_dict(state)
-        same_values(results_of(model, optimizer), before)
+        same_values(late.results_of(model, optimizer), before)
 
 
 def test_more_than_the_machines_memory_is_not_asked_for(rank, world):
     """The system might end the process instead of refusing. Each rank has a share of it."""
-    model, optimizer = linear(MOMENTS())
-    linear_loss(model, 0, rank).backward()
+    model, optimizer = late.linear(MOMENTS())
+    late.linear_loss(model, 0, rank).backward()
     needed = sum(2 * 4 * parameter.to_local().numel() for parameter in model.parameters())
     has_as_much = mock.patch("zcompile.training.offload.host_memory_bytes", lambda: needed)
     shared = mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2")
@@ -365,14 +343,14 @@ def test_more_than_the_machines_memory_is_not_asked_for(rank, world):
 
 
 def test_what_cannot_be_offloaded_is_refused(rank, world):
-    model, optimizer = unfused()
+    model, optimizer = late.unfused()
     with pytest.raises(ValueError, match="offload is None, 'moments' or 'states', not 'all'"):
         zcompile.fuse_optimizer(model, optimizer, offload="all")
     narrow = zcompile.shard(nn.Linear(4, 4).bfloat16())
     with pytest.raises(ValueError, match=r"takes float32 parameters, but .weight. is torch\.bfloat16"):
         zcompile.fuse_optimizer(narrow, torch.optim.AdamW(narrow.parameters(), fused=True), offload="moments")
     for first, second in ((None, "moments"), ("moments", None), ("moments", "states"), ("states", "moments")):
-        model, optimizer = unfused()
+        model, optimizer = late.unfused()
         zcompile.fuse_optimizer(model, optimizer, offload=first)
         with pytest.raises(ValueError, match="with another offload or step_in_backward before"):
             zcompile.fuse_optimizer(model, optimizer, offload=second)

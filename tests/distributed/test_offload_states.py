@@ -11,18 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zcompile
-from tests.support.late_link import (
-    LateLink,
-    fused,
-    hosted,
-    linear,
-    linear_loss,
-    results_of,
-    small_groups,
-    step,
-    train,
-    unfused,
-)
+from tests.support import late_link as late
 from tests.support.main_parameters import EDITS_ON_CPUS, READS
 from tests.support.models import Transformer
 from tests.support.process import no_collector
@@ -32,7 +21,7 @@ from zcompile.state.attributes import SHARDED
 from zcompile.training.host_link import Queue
 from zcompile.training.local_parts import with_local
 
-LATE = functools.partial(LateLink, "states")
+LATE = functools.partial(late.LateLink, "states")
 worlds = pytest.mark.parametrize("world", [1, 2])
 
 
@@ -41,11 +30,11 @@ def test_reads_give_the_main_parameters_of_the_last_step(rank, world):
     """Right after a step, whose copies to the host are late."""
     values = []
     for link in (LATE(), None):
-        with small_groups(link):
-            model, optimizer = linear(link)
-            train(model, optimizer, link, rank, range(2))
+        with late.small_groups(link):
+            model, optimizer = late.linear(link)
+            late.train(model, optimizer, link, rank, range(2))
             for name, read in READS.items():
-                linear_loss(model, 2, rank).backward()
+                late.linear_loss(model, 2, rank).backward()
                 optimizer.step()
                 if link is not None:
                     assert link.work[Queue.TO_HOST] and link.work[Queue.COMPUTE], "the step should be late"
@@ -64,14 +53,14 @@ def test_evaluation_in_float32_reads_main_parameters(rank, world):
     for link in (LATE(), None):
         torch.manual_seed(0)
         model = compiled(Transformer())
-        with small_groups(link):
-            optimizer = fused(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), link)
+        with late.small_groups(link):
+            optimizer = late.fused(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), link)
             for i in range(3):
                 autocast_loss(model, i, rank).backward()
-                step(optimizer, link)
+                late.step(optimizer, link)
                 with torch.no_grad():
                     losses.append(lm_loss(model, 0, rank))
-            assert link is None or "blocks.0.up.weight" in hosted(model, link)
+            assert link is None or "blocks.0.up.weight" in late.hosted(model, link)
     same_values(losses[:3], losses[3:])
 
 
@@ -80,26 +69,26 @@ def test_the_next_forward_reads_what_is_written(rank, world):
     for name, edit in EDITS_ON_CPUS.items():
         results = []
         for link in (LATE(), None):
-            with small_groups(link):
-                model, optimizer = linear(link)
-                train(model, optimizer, link, rank, range(2))
-                before = linear_loss(model, 0, rank)
-                edit(model, optimizer, linear_loss)
+            with late.small_groups(link):
+                model, optimizer = late.linear(link)
+                late.train(model, optimizer, link, rank, range(2))
+                before = late.linear_loss(model, 0, rank)
+                edit(model, optimizer, late.linear_loss)
                 if link is not None:
                     link.finish_compute()
-                after = linear_loss(model, 0, rank)
-                train(model, optimizer, link, rank, range(2, 4))
+                after = late.linear_loss(model, 0, rank)
+                late.train(model, optimizer, link, rank, range(2, 4))
             assert not torch.equal(before, after), name
             if link is not None:  # with other parameters, those of the optimizer are not the model's any more
-                assert len(hosted(model, link)) == (0 if name == "assign" else 4), name
-            results.append(results_of(model, optimizer) | {"loss": after.detach()})
+                assert len(late.hosted(model, link)) == (0 if name == "assign" else 4), name
+            results.append(late.results_of(model, optimizer) | {"loss": after.detach()})
         same_values(*results)
 
 
 def test_a_model_and_its_host_memory_are_freed_at_once(rank, world):
-    model, optimizer = unfused()
+    model, optimizer = late.unfused()
     zcompile.fuse_optimizer(model, optimizer, offload="states")
-    train(model, optimizer, None, rank, range(1))
+    late.train(model, optimizer, None, rank, range(1))
     hosts = [getattr(each, SHARDED)().on_host.main for each in model.parameters()]
     gone = [StorageWeakRef(host.untyped_storage()) for host in hosts]
     gone += [weakref.ref(optimizer)]
@@ -113,15 +102,15 @@ def stays(case, rank, **how):
     """Two steps under autocast: the model, the link, and the warnings of bytes that stay on the device."""
     torch.manual_seed(0)
     model, link = (zcompile.shard if case == "eager" else compiled)(Transformer(), **how), LATE()
-    with small_groups(link), warnings.catch_warnings(record=True) as caught:
+    with late.small_groups(link), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        optimizer = fused(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), link)
+        optimizer = late.fused(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), link)
         if case == "evaluation":
             with torch.no_grad():
                 lm_loss(model, 0, rank)
         for i in range(2):
             autocast_loss(model, i, rank).backward()
-            step(optimizer, link)
+            late.step(optimizer, link)
         counted = zcompile.stats(model)
     return model, link, counted, [str(each.message) for each in caught if "stay on the device" in str(each.message)]
 
@@ -134,13 +123,13 @@ def test_bytes_that_stay_on_the_device_are_told(rank, world, case, reason):
     for how in ({}, {"param_dtype": torch.bfloat16}):
         model, link, counted, told = stays(case, rank, **how)
         sizes = {name: 4 * parameter.to_local().numel() for name, parameter in model.named_parameters()}
-        stayed = sum(size for name, size in sizes.items() if name not in hosted(model, link))
+        stayed = sum(size for name, size in sizes.items() if name not in late.hosted(model, link))
         assert counted["state_bytes_on_device"] == stayed
         assert counted["state_bytes_on_host"] == 3 * sum(sizes.values()) - stayed
         if how:
             assert not told and stayed == 4, "but for a scalar, all should have moved"
             continue
-        assert ("blocks.0.up.weight" in hosted(model, link)) == (case == "tied")
+        assert ("blocks.0.up.weight" in late.hosted(model, link)) == (case == "tied")
         assert len(told) == 1 and f"of {stayed} bytes, of {sum(sizes.values())}, stay on" in told[0], told
         assert reason in told[0] and "Shard the model with zcompile.shard(model, param_dtype=torch.bfloat16)" in told[0]
 
@@ -148,15 +137,15 @@ def test_bytes_that_stay_on_the_device_are_told(rank, world, case, reason):
 def test_parts_of_larger_memory_stay_on_the_device(rank, world):
     """A warning says so. Its remedy, to copy them, moves them."""
     for assign in (True, False):
-        model, link = unfused()[0], LATE()
+        model, link = late.unfused()[0], LATE()
         own = dict(model.named_parameters())
         parts = {name: with_local(each, torch.stack([each.to_local().detach()] * 2)[1]) for name, each in own.items()}
         model.load_state_dict(parts, assign=assign)
-        with small_groups(link), warnings.catch_warnings(record=True) as caught:
-            optimizer = fused(model, torch.optim.AdamW(model.parameters(), fused=True), link)
-            train(model, optimizer, link, rank, range(2))
+        with late.small_groups(link), warnings.catch_warnings(record=True) as caught:
+            optimizer = late.fused(model, torch.optim.AdamW(model.parameters(), fused=True), link)
+            late.train(model, optimizer, link, rank, range(2))
         told = [str(each.message) for each in caught if "stay on the device" in str(each.message)]
-        assert len(hosted(model, link)) == (0 if assign else 4) and len(told) == assign
+        assert len(late.hosted(model, link)) == (0 if assign else 4) and len(told) == assign
         assert all("shares its memory with other tensors. Load checkpoints without assign" in each for each in told)
 
 
@@ -177,17 +166,17 @@ def test_compiled_code_of_one_rank_reads_narrow_shards(rank, world, replicas):
         mesh = init_device_mesh("cpu", (replicas, 1)) if replicas > 1 else None
         model = compiled(Transformer(), mesh=mesh, param_dtype=torch.bfloat16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        with small_groups(link):
+        with late.small_groups(link):
             for i in range(4):
                 if i == 2:
-                    fused(model, optimizer, link)
+                    late.fused(model, optimizer, link)
                     zcompile.reset_stats(model)
                 lm_loss(model, i, rank).backward()
-                step(optimizer, link if i >= 2 else None)
+                late.step(optimizer, link if i >= 2 else None)
         if link is not None:
             gathered = zcompile.stats(model)["gathered_bytes"]
             assert {name for name, count in gathered.items() if count} == {"bfloat16"}, gathered
-        results.append(results_of(model, optimizer) | {"loss": lm_loss(model, 4, rank).detach()})
+        results.append(late.results_of(model, optimizer) | {"loss": lm_loss(model, 4, rank).detach()})
         if link is not None:
             getattr(model.embed.weight, SHARDED)().on_host.narrow.zero_()
             assert not torch.equal(lm_loss(model, 4, rank), results[0]["loss"])

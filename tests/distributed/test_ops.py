@@ -58,12 +58,8 @@ def test_schemas_of_reduces_are_true(rank, world):
     check(ops.reduce.default, lambda: (grad, shard))
 
 
-INDICES = {
-    "matrix": torch.tensor([[4, 0], [0, 1]]),
-    "masked": torch.tensor([3, -1], dtype=torch.int32),
-    "scalar": torch.tensor(2),
-    "none": torch.empty(0, dtype=torch.long),
-}
+INDICES = {"matrix": torch.tensor([[4, 0], [0, 1]]), "masked": torch.tensor([3, -1], dtype=torch.int32)}
+INDICES |= {"scalar": torch.tensor(2), "none": torch.empty(0, dtype=torch.long)}
 
 
 @pytest.mark.parametrize("name", ["matrix", *(slow_case(name) for name in list(INDICES)[1:])])
@@ -98,9 +94,7 @@ def test_the_checks_find_a_schema_that_lies(rank, world):
 
 
 @pytest.mark.parametrize("world", [slow_case(1), 2, slow_case(4)])
-@pytest.mark.parametrize(
-    "shapes", [[(13, 7), (), (1, 5), (0, 4), (8,)], [(1, 16), (1,)]], ids=["all", "a rank has none"]
-)
+@pytest.mark.parametrize("shapes", [[(13, 7), (), (1, 5), (0, 4), (8,)], [(1, 16), (1,)]], ids=["all", "one has none"])
 def test_groups_equal_singles(rank, world, shapes):
     """Each of a group is what it is when it travels alone. Waits come in any order."""
     _, leaves = shards(world, *shapes)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn, optim
+from torch import Tensor, nn, optim
 
 import zcompile
 from examples.optimizers import StepsWhole
@@ -35,9 +35,7 @@ class Blockwise(optim.Optimizer):
 
 
 @torch.library.custom_op("zcompile_tests::blockwise_step", mutates_args=("parameter", "codes", "scales"))
-def blockwise_step(
-    parameter: torch.Tensor, grad: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, lr: float
-) -> None:
+def blockwise_step(parameter: Tensor, grad: Tensor, codes: Tensor, scales: Tensor, lr: float) -> None:
     momentum = codes * scales * 0.9
     momentum.view(-1)[: grad.numel()] += grad.flatten()
     scales.copy_(momentum.abs().amax(1, keepdim=True) / 127)
@@ -45,16 +43,9 @@ def blockwise_step(
     parameter.sub_((codes * scales).flatten()[: grad.numel()].view_as(parameter), alpha=lr)
 
 
-def transformers_adafactor(params, **options):
-    return pytest.importorskip("transformers.optimization").Adafactor(params, **options)
-
-
-def whole(make, params, **options):
-    return StepsWhole(params, make, **options)
-
-
-def by_foreach(make, params, fused, **options):
-    return make(params, foreach=True, **options)
+transformers_adafactor = lambda *args, **how: pytest.importorskip("transformers.optimization").Adafactor(*args, **how)
+whole = lambda make, params, **options: StepsWhole(params, make, **options)
+by_foreach = lambda make, params, fused, **options: make(params, foreach=True, **options)
 
 
 class Case(NamedTuple):
@@ -75,6 +66,7 @@ ELEMENTWISE = (
     *((each, {"lr": 0.01}) for each in (optim.NAdam, optim.RAdam, optim.RMSprop)),
 )
 LOOP, FOREACH, FUSED = {"foreach": False}, {"foreach": True}, {"fused": True}
+FIXED_STEP = {"relative_step": False, "scale_parameter": False}
 NO_STRATEGY, IN_PLACE, MIXED = "does not have a sharding strategy", "in-place operations", "mixed torch.Tensor and"
 LBFGS = Case(optim.LBFGS, {"lr": 0.1, "max_iter": 4, "line_search_fn": "strong_wolfe"}, widths=(6, 8, 4))
 CASES = {
@@ -91,9 +83,7 @@ CASES = {
     "Muon": Case(optim.Muon, {"lr": 0.01}, tolerance=5e-3),  # it multiplies matrices in bf16
     "LBFGS-even": LBFGS,
     "LBFGS-uneven": LBFGS._replace(error="Cannot flatten unevenly sharded tensor", widths=(5, 7, 3)),
-    "transformers.Adafactor": Case(
-        transformers_adafactor, {"lr": 0.01, "relative_step": False, "scale_parameter": False}, MIXED, whole
-    ),
+    "transformers.Adafactor": Case(transformers_adafactor, {"lr": 0.01, **FIXED_STEP}, MIXED, whole),
     "transformers.Adafactor-relative": Case(transformers_adafactor, {}, MIXED, whole),
     "8-bit": Case(Blockwise, {"lr": 0.02}, MIXED, whole),
 }

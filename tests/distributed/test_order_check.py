@@ -304,9 +304,8 @@ def test_the_first_difference():
     alike = marks("gather 'a'", "gather 'b'", "reduce 'b'")
     assert first_difference({0: alike, 1: alike}) == ""
     other = marks("gather 'a'", "gather 'c'", "reduce 'b'")
-    assert first_difference({0: alike, 1: alike, 2: other}) == (
-        "number 2 is gather 'b' on ranks 0, 1 and gather 'c' on rank 2"
-    )
+    told = "number 2 is gather 'b' on ranks 0, 1 and gather 'c' on rank 2"
+    assert first_difference({0: alike, 1: alike, 2: other}) == told
     assert first_difference({0: alike, 1: alike[:2]}) == "number 3 is reduce 'b' on rank 0 and nothing on rank 1"
     assert first_difference({0: [], 1: alike}) == "number 1 is nothing on rank 0 and gather 'a' on rank 1"
     stepped = [(1, 5, "gather 'a'")]

@@ -29,11 +29,8 @@ def with_lora(**config) -> nn.Module:
 
 
 compiled_loosely = functools.partial(compiled, fullgraph=False)
-PREPARE = [
-    zcompile.shard,
-    slow_case(compiled_loosely, id="compiled"),
-    slow_case(functools.partial(compiled, fullgraph=False, inner="inductor"), id="inductor"),
-]
+by_inductor = functools.partial(compiled_loosely, inner="inductor")
+PREPARE = [zcompile.shard, slow_case(compiled_loosely, id="compiled"), slow_case(by_inductor, id="inductor")]
 
 
 @pytest.mark.parametrize("prepare", PREPARE)

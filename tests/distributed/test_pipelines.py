@@ -14,21 +14,9 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import zcompile
-from tests.support import blocks
+from tests.support import blocks, parallel
 from tests.support.models import normal
-from tests.support.parallel import (
-    EXPERTS,
-    HIDDEN,
-    TENSOR_PLAN,
-    TOKENS,
-    WIDTH,
-    DenseBlock,
-    MixtureBlock,
-    expert_placement,
-    maybe_compiled,
-    spread_experts,
-)
-from tests.support.ranks import on_ranks, slow
+from tests.support.ranks import on_ranks, slow, slow_case
 from tests.support.reference import compiled, same_grads
 
 MICROBATCHES = 4
@@ -90,18 +78,19 @@ def test_a_schedule_gives_the_gradients_of_one_process(rank, world, name, form, 
 
 
 def tensor_parallel(stage, mesh):
-    return zcompile.shard(parallelize_module(stage, mesh["tp"], TENSOR_PLAN), mesh["dp"]), mesh["dp"].get_local_rank()
+    spread = parallelize_module(stage, mesh["tp"], parallel.TENSOR_PLAN)
+    return zcompile.shard(spread, mesh["dp"]), mesh["dp"].get_local_rank()
 
 
 def expert_parallel(stage, mesh):
-    placement = expert_placement(spread_experts(stage, mesh["ep"]), mesh["efsdp"], Shard(0))
+    placement = parallel.expert_placement(parallel.spread_experts(stage, mesh["ep"]), mesh["efsdp"], Shard(0))
     fsdp = mesh["efsdp", "ep"]._flatten("fsdp")
     return zcompile.shard(stage, fsdp, shard_placement_fn=placement), fsdp.get_local_rank()
 
 
 SPREAD = {
-    "tp": (tensor_parallel, ("pp", "dp", "tp"), functools.partial(DenseBlock, HIDDEN)),
-    "ep": (expert_parallel, ("pp", "efsdp", "ep"), functools.partial(MixtureBlock, False, EXPERTS)),
+    "tp": (tensor_parallel, ("pp", "dp", "tp"), functools.partial(parallel.DenseBlock, parallel.HIDDEN)),
+    "ep": (expert_parallel, ("pp", "efsdp", "ep"), functools.partial(parallel.MixtureBlock, False, parallel.EXPERTS)),
 }
 
 SHORT = [("tp", "aot_eager", 4), ("ep", "eager", 4)]
@@ -109,21 +98,17 @@ SHORT = [("tp", "aot_eager", 4), ("ep", "eager", 4)]
 
 @pytest.mark.parametrize(
     "kind, inner, world",
-    [
-        pytest.param(*case, marks=[] if case in SHORT else slow)
-        for case in itertools.product(SPREAD, ("eager", "aot_eager"), (4, 8))
-    ],
+    [each if each in SHORT else slow_case(*each) for each in itertools.product(SPREAD, ("eager", "aot_eager"), (4, 8))],
 )
 def test_stages_may_be_spread_by_tensor_or_expert_parallelism(rank, world, kind, inner):
     spread, names, make = SPREAD[kind]
     mesh = init_device_mesh("cpu", (2, world // 4, 2), mesh_dim_names=names)
     number, reference = mesh.get_local_rank("pp"), [make(), make()]
     part, data_rank = spread(copy.deepcopy(reference[number]), mesh)
-    stage = PipelineStage(
-        maybe_compiled(part, inner, False), number, 2, torch.device("cpu"), group=mesh.get_group("pp")
-    )
+    compiled_part = parallel.maybe_compiled(part, inner, False)
+    stage = PipelineStage(compiled_part, number, 2, torch.device("cpu"), group=mesh.get_group("pp"))
     schedule = schedules.Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of)
-    batches = normal(0, 0, world // (4 if kind == "tp" else 2), MICROBATCHES, TOKENS, WIDTH)
+    batches = normal(0, 0, world // (4 if kind == "tp" else 2), MICROBATCHES, parallel.TOKENS, parallel.WIDTH)
     for _ in range(2):
         part.zero_grad()
         with zcompile.accumulate(part, reduce="last"):

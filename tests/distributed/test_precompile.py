@@ -238,11 +238,8 @@ def rank_trains(rank, world, build, sizes, blocks, lengths, file, folder):
             zcompile.compile(model, artifact=file, require=True, blocks=modules if blocks else ())
         for each in modules if file is None else ():
             each.compile(backend="zcompile", fullgraph=True, dynamic=False)
-        seen = train(
-            model,
-            rank // (2 if world > 2 else 1),
-            lambda model, step, rank: parallel.whole_loss(model, step, rank, TOKENS + step % lengths),
-        )
+        loss = lambda model, step, rank: parallel.whole_loss(model, step, rank, TOKENS + step % lengths)
+        seen = train(model, rank // (2 if world > 2 else 1), loss)
     assert bool(compiler_counts()) == (file is None)
     return seen
 

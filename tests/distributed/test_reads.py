@@ -19,6 +19,8 @@ from tests.support.reference import backward_beside, compiled, full, pair, same_
 
 EAGER, COMPILED = ("root", "blocks", "units"), ("aot_eager", "inductor")
 STATES = ("train", "frozen", "no_grad")
+IN_ANY_WAY = [*itertools.product(EAGER, STATES), ("aot_eager", "train")]
+IN_ANY_WAY += [slow_case("aot_eager", state) for state in STATES[1:]]
 TOLERANCE, BF16 = 2e-6, 1e-3  # of losses and gradients; of the way that computes in bf16
 
 
@@ -82,14 +84,7 @@ def all_right(rank, world, engine, ways, state):
     assert set(found.values()) == {"right"}, {way: what for way, what in found.items() if what != "right"}
 
 
-@pytest.mark.parametrize(
-    "engine, state",
-    [
-        pytest.param(engine, state, marks=slow if engine == "aot_eager" and state != "train" else ())
-        for engine in (*EAGER, "aot_eager")
-        for state in STATES
-    ],
-)
+@pytest.mark.parametrize("engine, state", IN_ANY_WAY)
 def test_a_forward_may_read_its_parameters_in_any_way(rank, world, engine, state):
     """By each engine each way in one of the states. Compiled takes long, since each way is another model to compile."""
     first = [*EAGER, "aot_eager"].index(engine) + STATES.index(state)
@@ -140,31 +135,6 @@ def test_what_would_be_lost_is_refused_by_name(rank, world, way, mode):
         loss_of(model, 0, rank)
 
 
-class Breaks(nn.Module):
-    """A functional_call that breaks the graph inside of what it calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = Inner()
-
-    def forward(self, x):
-        return functional_call(self.inner, {"a.weight": self.inner.a.weight * 2}, (x,))
-
-
-class Unit(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(6, 6)
-
-    def forward(self, x):
-        return self.a(x) + functional_call(self.a, {"weight": self.a.weight * 2}, (x,))
-
-
-def test_a_unit_takes_what_functional_call_gives(rank, world):
-    prepare = functools.partial(broken, units=[Unit])
-    train_beside(rank, world, prepare, make=lambda: Chain(Unit()), loss=loss_of, steps=2)
-
-
 class Inner(nn.Module):
     def __init__(self):
         super().__init__()
@@ -175,8 +145,25 @@ class Inner(nn.Module):
         return self.a(x)
 
 
+class Breaks(Chain):
+    """A functional_call that breaks the graph inside of what it calls."""
+
+    def forward(self, x):
+        return functional_call(self[0], {"a.weight": self[0].a.weight * 2}, (x,))
+
+
+class Unit(Inner):
+    def forward(self, x):
+        return self.a(x) + functional_call(self.a, {"weight": self.a.weight * 2}, (x,))
+
+
+def test_a_unit_takes_what_functional_call_gives(rank, world):
+    prepare = functools.partial(broken, units=[Unit])
+    train_beside(rank, world, prepare, make=lambda: Chain(Unit()), loss=loss_of, steps=2)
+
+
 def test_what_a_graph_break_leaves_to_eager_code_takes_what_functional_call_gives(rank, world):
-    train_beside(rank, world, broken, make=Breaks, loss=loss_of, steps=3)
+    train_beside(rank, world, broken, make=lambda: Breaks(Inner()), loss=loss_of, steps=3)
 
 
 def after_a_break(s, x, use):

@@ -64,11 +64,8 @@ class Layers(nn.Module):
         return given.x
 
 
-SHARDS = {
-    "blocks": shard_in_blocks,
-    "units": lambda model: zcompile.shard(model, units=[Layer]),
-    "compiled": lambda model: compiled(model, fullgraph=False),
-}
+in_units, loosely = functools.partial(zcompile.shard, units=[Layer]), functools.partial(compiled, fullgraph=False)
+SHARDS = {"blocks": shard_in_blocks, "units": in_units, "compiled": loosely}
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
@@ -138,19 +135,15 @@ class Layouts(nn.Module):
         columns = torch.stack([self.a, self.b], -1) * x[:1, :2]
         expanded = self.one.expand(3, 3) * self.scalar.expand(3, 3) + self.a + self.b.expand(2, 3, 1).sum(0)
         nothing = self.empty.expand(4, 0).sum() + self.rows.t().sum() + (self.rows @ x.t()).sum()
-        product = (
-            (self.column @ self.row).t() + self.column.t() + self.row.expand(3, 3) + self.square.t().expand(2, 3, 3)
-        )
+        product = (self.column @ self.row).t() + self.column.t()
+        product = product + self.row.expand(3, 3) + self.square.t().expand(2, 3, 3)
         return columns.square().sum() + (expanded @ x).square().mean() + nothing + (product @ x).square().mean()
-
-
-def loss_of(model, step, rank):
-    return model(normal(step, rank, 3, 3))
 
 
 @pytest.mark.parametrize("prepare", [zcompile.shard, compiled, functools.partial(zcompile.shard, units=[Layouts])])
 def test_gradients_of_any_strides_train_as_unsharded(rank, world, prepare):
-    train_beside(rank, world, prepare, make=lambda: Chain(Layouts()), loss=loss_of, steps=2)
+    loss = lambda model, step, rank: model(normal(step, rank, 3, 3))
+    train_beside(rank, world, prepare, make=lambda: Chain(Layouts()), loss=loss, steps=2)
 
 
 class InThread(nn.Linear):
@@ -190,15 +183,9 @@ def test_a_forward_may_return_a_function_that_calls_units(rank, world):
     train_beside(rank, world, FORMS["units"], make=ReturnsClosure, loss=closure_loss, steps=2)
 
 
-def thread_loss(model, step, rank):
-    return mean_square(3, 6)(model, step, rank)
-
-
-@pytest.mark.parametrize(
-    "make, units, loss", [(in_threads, [InThread], thread_loss), (ReturnsClosure, None, closure_loss)]
-)
+@pytest.mark.parametrize("make, units, loss", [(in_threads, [InThread], None), (ReturnsClosure, None, closure_loss)])
 def test_a_backward_that_reads_parameters_without_memory_is_an_error(rank, world, make, units, loss):
     """In a thread, kernels do not look for missing memory; of a block's function, nothing tells when backward comes."""
     model = zcompile.shard(make(), units=units)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss(model, 0, rank).backward()
+        (loss or mean_square(3, 6))(model, 0, rank).backward()

@@ -18,6 +18,8 @@ from tests.support.ranks import slow_case
 from tests.support.reference import FP32, close, pair, same_grads
 from zcompile.state.sharded_model import state_of
 
+REDUCES = [*((reduce, False) for reduce in ("each", "shards", "last")), ("last", True)]
+
 
 def make():
     return nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 7), nn.LayerNorm(7), nn.Linear(7, 6))
@@ -50,14 +52,7 @@ def backwards_of_inputs(model, rank, of_inputs):
     return grad
 
 
-@pytest.mark.parametrize(
-    "reduce, compiled",
-    [
-        *((reduce, False) for reduce in ("each", "shards", "last")),
-        ("last", True),
-        *(slow_case(reduce, True) for reduce in ("each", "shards")),
-    ],
-)
+@pytest.mark.parametrize("reduce, compiled", [*REDUCES, slow_case("each", True), slow_case("shards", True)])
 def test_a_backward_of_inputs_adds_no_gradient_of_parameters(rank, world, reduce, compiled):
     for (form, shard), of_inputs in itertools.product(FORMS.items(), (by_grad, by_inputs, keeping_the_graph)):
         if compiled and (form == "blocks" or of_inputs is keeping_the_graph):  # as the root block; donates its buffers

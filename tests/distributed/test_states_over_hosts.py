@@ -12,23 +12,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import zcompile
 from tests.support import deferred
+from tests.support import reference as ref
 from tests.support.deferred import ADAMW, all_close, reference_grads, run
 from tests.support.main_parameters import EDITS_ON_CPUS
 from tests.support.mixtures import Experts, MixtureModel, routed_loss
 from tests.support.models import Chain, Sometimes, Transformer, batch, loss_of, mean_square, sometimes_loss
 from tests.support.ranks import on_ranks, slow_case
-from tests.support.reference import (
-    close,
-    compiled,
-    full,
-    lm_loss,
-    losses_of,
-    pair,
-    same_backward,
-    same_grads,
-    same_values,
-    train_beside,
-)
 from zcompile.costs.hardware import Hosts
 from zcompile.explanation.workloads import WithLoss
 from zcompile.state.sharded_model import state_of
@@ -38,21 +27,16 @@ TIGHT = 1e-6
 
 def over_hosts(hosts, world, states="global"):
     """The arguments of `shard` for so many hosts."""
-    return {"mesh": dist.init_device_mesh("cpu", (hosts, world // hosts), mesh_dim_names=("host", "gpu"))} | (
-        {"states": states} if states else {}
-    )
+    mesh = dist.init_device_mesh("cpu", (hosts, world // hosts), mesh_dim_names=("host", "gpu"))
+    return {"mesh": mesh, "states": states}
 
 
 def prepared(inner, hosts, world, states="global", **how):
     return deferred.prepared(inner, **over_hosts(hosts, world, states), **how)
 
 
-CASES = [
-    ("eager", 2, 4, "c10d"),
-    ("aot_eager", 2, 4, "c10d"),
-    ("eager", 3, 6, "c10d"),
-    ("aot_eager", 2, 4, "late c10d"),
-]
+CASES = [*((inner, 2, 4, "c10d") for inner in ("eager", "aot_eager"))]
+CASES += [("eager", 3, 6, "c10d"), ("aot_eager", 2, 4, "late c10d")]
 SLOW = [("aot_eager", 3, 6, "c10d"), ("inductor", 2, 4, "c10d"), ("eager", 4, 4, "c10d"), ("eager", 1, 2, "c10d")]
 
 
@@ -66,7 +50,7 @@ def test_training_equals_that_of_the_unsharded_model(rank, world, inner, hosts, 
         state_of(model).runtime.use_transport(transport)
         return model
 
-    model = train_beside(rank, world, prepare, tolerance=TIGHT)
+    model = ref.train_beside(rank, world, prepare, tolerance=TIGHT)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 0:
             assert len(parameter.to_local()) <= ceil(ceil(len(parameter) / (world // hosts)) / hosts), name
@@ -78,12 +62,12 @@ def test_training_equals_that_of_the_unsharded_model(rank, world, inner, hosts, 
 @on_ranks()
 def test_gradients_are_bitwise_those_of_replicas(rank, world, inner, hosts, how):
     """Of HSDP, which adds up inside of a host and then over hosts, too; from three hosts on, in pieces."""
-    models = [pair(Transformer, prepared(inner, hosts, world, states, **how))[1] for states in (None, "global")]
-    losses = [lm_loss(model, 0, rank) for model in models]
+    models = [ref.pair(Transformer, prepared(inner, hosts, world, states, **how))[1] for states in (None, "global")]
+    losses = [ref.lm_loss(model, 0, rank) for model in models]
     assert torch.equal(*losses)
     for loss in losses:
         loss.backward()
-    same_values(*([each.grad for each in model.parameters()] for model in models))
+    ref.same_values(*([each.grad for each in model.parameters()] for model in models))
 
 
 @pytest.mark.parametrize("states", ["global", None])
@@ -95,10 +79,6 @@ def test_ranks_of_all_hosts_plan_alike(rank, world, states):
     assert len(set(plans)) == 1
 
 
-def even():
-    return Chain(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 12))
-
-
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("hosts, world", [(2, 4), (3, 6)])
 @pytest.mark.parametrize("states", ["global", None])
@@ -106,7 +86,8 @@ def even():
 def test_a_step_crosses_hosts_with_one_gather_and_one_reduce_of_the_model(rank, world, states, hosts, microbatches):
     """HSDP gathers nothing from other hosts. The costs of plans count the same bytes."""
     torch.manual_seed(0)
-    model = compiled(even(), **over_hosts(hosts, world, states), param_dtype=torch.bfloat16)
+    layers = Chain(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 12))  # sizes divide by 6 and by 4, and all take part
+    model = ref.compiled(layers, **over_hosts(hosts, world, states), param_dtype=torch.bfloat16)
     optimizer = ADAMW(model.parameters())
     shard = sum(parameter.numel() for parameter in model.parameters()) // (world // hosts)
     piece = shard // hosts * (hosts - 1)  # elements, that this rank gets from ranks on other hosts
@@ -148,7 +129,7 @@ def test_a_parameter_that_one_host_does_not_use_has_the_gradient_of_the_others(r
     def loss(model, step, rank):
         return sometimes_loss(model, step + rank // 2, rank)
 
-    of = {"microbatches": 1, "make": Sometimes, "loss_of": loss}
+    of = {"count": 1, "make": Sometimes, "loss_of": loss}
     _, grads, _ = run(rank, prepared("eager", 2, world, **how), reduce, **of)
     all_close(grads, reference_grads(world, **of))
 
@@ -157,7 +138,7 @@ def test_a_parameter_that_one_host_does_not_use_has_the_gradient_of_the_others(r
 @on_ranks(4)
 def test_ranks_may_hit_different_experts(rank, world, inner):
     prepare = prepared(inner, 2, world, **({"fullgraph": False} if inner != "eager" else {}))
-    train_beside(rank, world, prepare, make=lambda: MixtureModel(Experts), loss=routed_loss, steps=3)
+    ref.train_beside(rank, world, prepare, make=lambda: MixtureModel(Experts), loss=routed_loss, steps=3)
 
 
 @pytest.mark.parametrize("clip", [torch.nn.utils.clip_grad_norm_, zcompile.clip_grad_norm_])
@@ -170,7 +151,7 @@ def test_norms_of_gradients_are_those_of_the_unsharded_model(rank, world, clip):
         theirs = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
         norms.append((getattr(ours, "full_tensor", lambda: ours)(), theirs))
 
-    train_beside(rank, world, prepared("eager", 2, world), tolerance=1e-5, before_step=before_step)
+    ref.train_beside(rank, world, prepared("eager", 2, world), tolerance=1e-5, before_step=before_step)
     assert len(norms) == 4
     for ours, theirs in norms:
         torch.testing.assert_close(ours, theirs)
@@ -191,23 +172,25 @@ def test_frozen_parameters_cross_hosts_once(rank, world):
         assert step == 0 or zcompile.stats(model)["host_shard_bytes"] == 4 * sum(rows)
         zcompile.reset_stats(model)
 
-    train_beside(rank, world, prepared("eager", 2, world), make=partly_frozen, tolerance=TIGHT, after_step=after_step)
+    ref.train_beside(
+        rank, world, prepared("eager", 2, world), make=partly_frozen, tolerance=TIGHT, after_step=after_step
+    )
 
 
 @on_ranks(4)
 def test_forwards_read_the_values_that_were_written_to_parameters(rank, world):
     """Those that the DTensors have."""
     for edit in EDITS_ON_CPUS.values():
-        reference, model = pair(Transformer, prepared("eager", 2, world))
+        reference, model = ref.pair(Transformer, prepared("eager", 2, world))
         optimizer = ADAMW(model.parameters(), fused=True)
         for step in range(2):
-            same_backward(rank, world, model, reference, lm_loss, step, TIGHT)
-            before = lm_loss(model, step, rank)
-            edit(model, optimizer, lm_loss)
-            reference.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
+            ref.same_backward(rank, world, model, reference, ref.lm_loss, step, TIGHT)
+            before = ref.lm_loss(model, step, rank)
+            edit(model, optimizer, ref.lm_loss)
+            reference.load_state_dict({name: ref.full(value) for name, value in model.state_dict().items()})
             with torch.no_grad():
-                after = lm_loss(model, step, rank)
-                close(after, lm_loss(reference, step, rank), TIGHT, "loss")
+                after = ref.lm_loss(model, step, rank)
+                ref.close(after, ref.lm_loss(reference, step, rank), TIGHT, "loss")
             assert step > 0 or not torch.equal(before, after)
 
 
@@ -215,15 +198,15 @@ def test_forwards_read_the_values_that_were_written_to_parameters(rank, world):
 @on_ranks(4)
 def test_a_step_that_moves_no_version_counter_is_seen(rank, world, around):
     """As those of fused optimizers, and of programs that write through `.data`."""
-    reference, model = pair(Transformer, prepared("eager", 2, world))
+    reference, model = ref.pair(Transformer, prepared("eager", 2, world))
     for step in range(3):
         if around:
             with zcompile.accumulate(model, reduce="shards"):
-                lm_loss(model, step, rank).backward()
-            sum(lm_loss(reference, step, other) / world for other in range(world)).backward()
-            same_grads(model, reference, 2 * TIGHT)
+                ref.lm_loss(model, step, rank).backward()
+            sum(ref.lm_loss(reference, step, other) / world for other in range(world)).backward()
+            ref.same_grads(model, reference, 2 * TIGHT)
         else:
-            same_backward(rank, world, model, reference, lm_loss, step, 2 * TIGHT)
+            ref.same_backward(rank, world, model, reference, ref.lm_loss, step, 2 * TIGHT)
         for each in (model, reference):
             for parameter in each.parameters():
                 local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -234,10 +217,10 @@ def test_a_step_that_moves_no_version_counter_is_seen(rank, world, around):
 
 @on_ranks(4)
 def test_whole_parameters_have_the_width_of_main_parameters(rank, world):
-    reference, model = pair(Transformer, prepared("eager", 2, world, param_dtype=torch.bfloat16))
-    lm_loss(model, 0, rank)
+    reference, model = ref.pair(Transformer, prepared("eager", 2, world, param_dtype=torch.bfloat16))
+    ref.lm_loss(model, 0, rank)
     with zcompile.unshard(model):
-        same_values(model, reference)
+        ref.same_values(model, reference)
     exported = dict(zcompile.full_parameters(model))
     for name, value in reference.state_dict().items():
         assert torch.equal(exported[name], value), name
@@ -247,14 +230,10 @@ def test_whole_parameters_have_the_width_of_main_parameters(rank, world):
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.add_(1e-5)
-    same_values(model, reference)
+    ref.same_values(model, reference)
 
 
-KINDS = {
-    "global": lambda world: over_hosts(2, world),
-    "replicas": lambda world: over_hosts(2, world, states=None),
-    "plain": lambda world: {},
-}
+KINDS = {"global": over_hosts, "replicas": functools.partial(over_hosts, states=None), "plain": lambda hosts, world: {}}
 
 
 @pytest.mark.parametrize(
@@ -267,18 +246,18 @@ def test_checkpoints_move_between_modes(rank, world, tmp_path, source, target):
     models, optimizers = [], []
     for seed, kind in enumerate((source, target)):
         torch.manual_seed(seed)
-        models.append(zcompile.shard(Transformer(), **KINDS[kind](world)))
+        models.append(zcompile.shard(Transformer(), **KINDS[kind](2, world)))
         optimizers.append(torch.optim.AdamW(models[-1].parameters(), lr=1e-3))
-        losses_of(models[-1], lm_loss, rank, 2, optimizers[-1])
+        ref.losses_of(models[-1], ref.lm_loss, rank, 2, optimizers[-1])
     of_model, of_optimizer = get_state_dict(models[0], optimizers[0])
     dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=tmp_path)
     of_model, of_optimizer = get_state_dict(models[1], optimizers[1])
     dcp.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=tmp_path)
     set_state_dict(models[1], optimizers[1], model_state_dict=of_model, optim_state_dict=of_optimizer)
-    same_values(models[1], models[0])
+    ref.same_values(models[1], models[0])
     for ours, theirs in zip(optimizers[1].state.values(), optimizers[0].state.values(), strict=True):
-        same_values(ours, theirs)
-    ours, theirs = (losses_of(each, lm_loss, rank, 2, optimizer) for each, optimizer in zip(models, optimizers))
+        ref.same_values(ours, theirs)
+    ours, theirs = (ref.losses_of(each, ref.lm_loss, rank, 2, optimizer) for each, optimizer in zip(models, optimizers))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
 
 
@@ -287,9 +266,7 @@ def test_unsupported_arguments_are_refused_by_every_rank(rank, world):
     def refused(pattern, model, error=ValueError, **how):
         with pytest.raises(error, match=pattern):
             zcompile.shard(model, **how)
-        zcompile.shard(
-            model, **{name: each for name, each in how.items() if name not in ("states", "shard_placement_fn")}
-        )
+        zcompile.shard(model, mesh=how.get("mesh"))  # the remedy
 
     here = over_hosts(2, world)
     refused("states must be 'global' or None, not 'local'", nn.Linear(4, 4), **here | {"states": "local"})
@@ -312,12 +289,12 @@ def test_a_model_without_backward_crosses_hosts_once(rank, world):
 def test_moments_in_host_memory_change_no_bit(rank, world):
     results = []
     for offload in (None, "moments"):
-        _, model = pair(Transformer, functools.partial(zcompile.shard, **over_hosts(2, world)))
+        _, model = ref.pair(Transformer, functools.partial(zcompile.shard, **over_hosts(2, world)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         zcompile.fuse_optimizer(model, optimizer, offload=offload)
         for step in range(3):
-            lm_loss(model, step, rank).backward()
+            ref.lm_loss(model, step, rank).backward()
             optimizer.step()
         states = [value for each in optimizer.state.values() for value in each.values()]
         results.append([*model.parameters(), *states])
-    same_values(*([getattr(each, "_local_tensor", each).detach() for each in result] for result in results))
+    ref.same_values(*([getattr(each, "_local_tensor", each).detach() for each in result] for result in results))

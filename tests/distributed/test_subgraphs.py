@@ -14,10 +14,6 @@ from tests.support.reference import close, compiled, pair, train_beside
 WIDTH, HEADS, TOKENS, WINDOW = 32, 2, 128, 16
 
 
-def in_window(batch, head, row, column):
-    return (row >= column) & (row - column < WINDOW)
-
-
 class Attention(nn.Module):
     """Flex attention with a mask, and scores that a parameter changes."""
 
@@ -29,6 +25,7 @@ class Attention(nn.Module):
     def forward(self, x):
         heads = (layer(x).unflatten(-1, (HEADS, -1)) for layer in (self.query, self.key, self.value))
         q, k, v = (each.transpose(1, 2).contiguous() for each in heads)  # CPUs take no views
+        in_window = lambda batch, head, row, column: (row >= column) & (row - column < WINDOW)
         mask = create_block_mask(in_window, None, None, TOKENS, TOKENS, device=x.device)
         slopes = self.slopes
         score = lambda score, batch, head, row, column: score - slopes[head] * (row - column)
@@ -80,11 +77,11 @@ def test_flex_attention_without_gradients_is_that_of_the_unsharded_model(rank, w
 
 
 @pytest.mark.parametrize(
-    "make, inner", [(Branches, "aot_eager"), slow_case(Branches, "inductor"), (repeated, "aot_eager")]
+    "make, by", [(Branches, "aot_eager"), slow_case(Branches, "inductor"), (repeated, "aot_eager")]
 )
-def test_models_with_subgraphs_train_as_unsharded(rank, world, make, inner):
+def test_models_with_subgraphs_train_as_unsharded(rank, world, make, by):
     """Not `repeated` under Inductor: torch 2.13 and 2.14 get its gradients wrong, unsharded too."""
-    train_beside(rank, world, lambda model: compiled(model, inner=inner), make=make, loss=loss_of, tolerance=1e-5)
+    train_beside(rank, world, lambda model: compiled(model, inner=by), make=make, loss=loss_of, tolerance=1e-5)
 
 
 class ReadingScores(Attention):

@@ -9,10 +9,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 import zcompile
+from tests.support.compiling import SELECTIVE
 from tests.support.process import no_collector
 from tests.support.ranks import on_ranks, slow, slow_case
 from tests.support.reference import over
@@ -65,15 +66,12 @@ def test_replicas_train_as_under_fsdp2(rank, world):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     same_as_fsdp2(rank, by_zcompile(seeded(Kept8), None, mesh), by_fsdp2(seeded(Kept8), None, mesh))
     torch.manual_seed(rank)  # the first replica's values are those of all
-    model = by_zcompile(nn.Sequential(seeded_anew(Rows8)), None, mesh)
+    parameters = nn.ParameterDict({"weight": nn.Parameter(Rows8(torch.randn(4, 3)))})
+    model = by_zcompile(nn.Sequential(parameters), None, mesh)
     for parameter in model.parameters():
         values = [torch.empty_like(plain(parameter)) for _ in range(2)]
         dist.all_gather(values, plain(parameter), group=mesh.get_group("replicate"))
         assert torch.equal(*values)
-
-
-def seeded_anew(kind):
-    return nn.ParameterDict({"weight": nn.Parameter(kind(torch.randn(4, 3)))})
 
 
 @pytest.mark.parametrize("transport", ["c10d", "late c10d"])
@@ -132,9 +130,8 @@ def test_a_compiled_function_around_a_model_names_parameter_class_and_remedy(ran
     with pytest.raises(Exception, match=f"(?s){message}"):
         torch.compile(read, backend="zcompile", options={"inner": "aot_eager"})(torch.ones(2, 4))
     torch._dynamo.reset()
-    with pytest.raises(
-        Exception, match=r"parameter '0.weight' is a tests\S*Rows8, whose all-gather hooks run in eager"
-    ):
+    message = r"parameter '0.weight' is a tests\S*Rows8, whose all-gather hooks run in eager"
+    with pytest.raises(Exception, match=message):
         torch.compile(read, backend="aot_eager")(torch.ones(2, 4))
     torch._dynamo.reset()
     expected = model(torch.ones(2, 4))
@@ -149,17 +146,12 @@ def seeded_root():
     return model
 
 
-def saves_products(context, op, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 class Checkpointed(Stack):
     """Each block is computed again in backward; a selective checkpoint counts ops in both."""
 
     def __init__(self, selects):
         super().__init__(Kept8)
-        contexts = functools.partial(create_selective_checkpoint_contexts, saves_products)
-        self.how = {"context_fn": contexts} if selects else {}
+        self.how = SELECTIVE if selects else {}
 
     def forward(self, x):
         for block in self:
@@ -216,19 +208,14 @@ def test_what_is_loaded_and_cast_is_what_forward_reads(rank, world, assign):
     assert torch.equal(batch_loss(model, 0, rank), batch_loss(trained, 0, rank))
     for each in (model, trained):
         each.double()
-    assert adam_losses(model, rank, loss=double_loss).dtype is torch.float32
+    loss = lambda model, step, rank: model(torch.ones(2, 12, dtype=torch.float64)).float().mean()
+    assert adam_losses(model, rank, loss=loss).dtype is torch.float32
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
     with pytest.raises(RuntimeError, match=r"'0.up.weight' was replaced after zcompile.shard"):
         local = model[0].up.weight.detach().to_local().values_
         mesh, shape = model[0].up.weight.device_mesh, model[0].up.weight.shape
-        from_plain = torch.distributed.tensor.DTensor.from_local(
-            local, mesh, [Shard(0)], run_check=False, shape=shape, stride=(12, 1)
-        )
+        from_plain = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=(12, 1))
         model[0].up.weight = nn.Parameter(from_plain)
-
-
-def double_loss(model, step, rank):
-    return model(torch.ones(2, 12, dtype=torch.float64)).float().mean()
 
 
 def test_unshard_gives_what_forward_reads_and_full_parameters_the_values(rank, world):

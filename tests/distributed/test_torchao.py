@@ -21,9 +21,8 @@ def in_float8():
 
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(nn.Parameter, WIDTH, HIDDEN) for _ in range(LAYERS)))
-    return convert_to_float8_training(
-        model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
-    )
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+    return convert_to_float8_training(model, config=config)
 
 
 def loss_of(model, step, rank):
@@ -42,8 +41,7 @@ def float8_losses(model, rank, precomputes, steps=10):
 
 
 @pytest.mark.parametrize(
-    "precomputes, policy",
-    [(False, "bf16"), (True, "fp32"), *(slow_case(*case) for case in ((False, "fp32"), (True, "bf16")))],
+    "precomputes, policy", [(False, "bf16"), (True, "fp32"), slow_case(False, "fp32"), slow_case(True, "bf16")]
 )
 @on_ranks(2, needs="torchao")
 def test_float8_training_equals_that_of_fsdp2_and_travels_in_one_byte_an_element(rank, world, policy, precomputes):

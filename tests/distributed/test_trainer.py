@@ -8,17 +8,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor
 
 import zcompile
-from tests.support.huggingface import (
-    ARGUMENTS,
-    LOSSES,
-    Sentences,
-    forget_accelerate,
-    history,
-    losses_after,
-    of_transformers,
-    sharded_by_fsdp2,
-    tiny_llama,
-)
+from tests.support import huggingface as hf
 from tests.support.ranks import slow_case
 
 
@@ -26,27 +16,27 @@ def arguments(folder, **others):
     from transformers import TrainingArguments
 
     given = {"max_steps": 6, "gradient_accumulation_steps": 2, "eval_steps": 3, "save_strategy": "no"}
-    return TrainingArguments(str(folder), **ARGUMENTS | given | others, average_tokens_across_devices=True)
+    return TrainingArguments(str(folder), **hf.ARGUMENTS | given | others, average_tokens_across_devices=True)
 
 
 def begin(folder, **others):
     """A trainer of zcompile's, whose model is sharded when it begins."""
     from zcompile.integrations.huggingface import Trainer
 
-    forget_accelerate()
+    hf.forget_accelerate()
     args = arguments(folder, **others)
-    return Trainer(tiny_llama(), args, train_dataset=Sentences(), eval_dataset=Sentences(12))
+    return Trainer(hf.tiny_llama(), args, train_dataset=hf.Sentences(), eval_dataset=hf.Sentences(12))
 
 
 def under_fsdp2(folder, **others):
     """transformers' own, with a model that FSDP2 has sharded."""
     from transformers import Trainer
 
-    forget_accelerate()
+    hf.forget_accelerate()
     args = arguments(folder, **others)
     args.device  # noqa: B018  # the process group
-    model = of_transformers(sharded_by_fsdp2(tiny_llama()))
-    return Trainer(model, args, train_dataset=Sentences(), eval_dataset=Sentences(12))
+    model = hf.of_transformers(hf.sharded_by_fsdp2(hf.tiny_llama()))
+    return Trainer(model, args, train_dataset=hf.Sentences(), eval_dataset=hf.Sentences(12))
 
 
 @pytest.mark.parametrize("others", [{}, slow_case({"gradient_checkpointing": True})])
@@ -55,10 +45,10 @@ def test_trainer_trains_as_fsdp2(rank, world, tmp_path, others):
     theirs.train()
     ours = begin(f"{tmp_path}/ours", **others)
     ours.train()
-    reference = history(theirs)
+    reference = hf.history(theirs)
     assert len(reference["loss"]) == 6 and len(reference["eval_loss"]) == 2, reference
-    for name, values in history(ours).items():
-        assert values == pytest.approx(reference[name], abs=LOSSES, rel=LOSSES), (name, values, reference[name])
+    for name, values in hf.history(ours).items():
+        assert values == pytest.approx(reference[name], abs=hf.LOSSES, rel=hf.LOSSES), (name, values, reference[name])
 
 
 @pytest.mark.slow
@@ -72,10 +62,10 @@ def test_trainer_compiles_with_the_backend_of_its_arguments(rank, world, tmp_pat
         trainer = begin(f"{tmp_path}/{name}", **others, **compile_by)
         trainer.train()
         trainer.save_model()
-        curves[name] = history(trainer)
+        curves[name] = hf.history(trainer)
     assert isinstance(trainer.model, torch._dynamo.OptimizedModule)
     for name, values in curves["compiled"].items():
-        assert values == pytest.approx(curves["eager"][name], abs=LOSSES, rel=LOSSES), name
+        assert values == pytest.approx(curves["eager"][name], abs=hf.LOSSES, rel=hf.LOSSES), name
     torch.distributed.barrier()
     AutoModelForCausalLM.from_pretrained(tmp_path / "compiled")
 
@@ -86,17 +76,17 @@ def rank_evaluates_first(rank, world, folder):
     untrained = trainer.evaluate()["eval_loss"]
     assert all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
     trainer.train()
-    losses = history(trainer)["eval_loss"][1:]
-    return untrained, losses, trainer.evaluate()["eval_loss"], trainer.predict(Sentences(12)).metrics["test_loss"]
+    losses = hf.history(trainer)["eval_loss"][1:]
+    return untrained, losses, trainer.evaluate()["eval_loss"], trainer.predict(hf.Sentences(12)).metrics["test_loss"]
 
 
 @pytest.mark.slow
 def test_evaluation_comes_first_and_the_best_model_last(ranks, tmp_path):
     untrained, losses, best, predicted = ranks(2).run(rank_evaluates_first, str(tmp_path))[0]
-    inputs = [Sentences()[i] for i in range(12)]
+    inputs = [hf.Sentences()[i] for i in range(12)]
     batch = {name: torch.stack([each[name] for each in inputs]) for name in inputs[0]}
-    assert untrained == pytest.approx(mean_of_batches(tiny_llama(), batch), abs=LOSSES)
-    assert best == predicted == pytest.approx(min(losses), abs=LOSSES)
+    assert untrained == pytest.approx(mean_of_batches(hf.tiny_llama(), batch), abs=hf.LOSSES)
+    assert best == predicted == pytest.approx(min(losses), abs=hf.LOSSES)
 
 
 def mean_of_batches(model, batch):
@@ -121,26 +111,26 @@ def test_what_a_sharded_model_cannot_do_is_refused_by_name(rank, world, tmp_path
         with pytest.raises(ValueError, match=rf"{text}.*rank {rank}"):
             begin(tmp_path, **others)
     trainer = begin(tmp_path)
-    tiny_llama().save_pretrained(f"{tmp_path}/checkpoint-{rank}")  # such as another Trainer writes
+    hf.tiny_llama().save_pretrained(f"{tmp_path}/checkpoint-{rank}")  # such as another Trainer writes
     with pytest.raises(ValueError, match=r"has no pytorch_model_fsdp_0.*from_pretrained"):
         trainer.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-{rank}")
     given = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
-    forget_accelerate()
+    hf.forget_accelerate()
     with pytest.raises(RuntimeError, match="optimizers"):
-        type(trainer)(tiny_llama(), arguments(tmp_path), train_dataset=Sentences(), eval_dataset=Sentences(12),
+        type(trainer)(hf.tiny_llama(), arguments(tmp_path), train_dataset=hf.Sentences(), eval_dataset=hf.Sentences(12),
                       optimizers=(given, None))  # fmt: skip
 
 
 def with_lora():
     import peft
 
-    model = tiny_llama()
+    model = hf.tiny_llama()
     torch.manual_seed(0)
     config = peft.LoraConfig(r=3, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     return peft.get_peft_model(model, config)
 
 
-class Whole(Sentences):
+class Whole(hf.Sentences):
     """Each has as many tokens, so that the mean of ranks is the mean of a batch."""
 
     def __getitem__(self, i):
@@ -152,7 +142,7 @@ def begin_lora(folder, world, kind=None, **others):
     """Four steps of four sequences each, whatever the number of ranks."""
     from zcompile.integrations.huggingface import Trainer
 
-    forget_accelerate()
+    hf.forget_accelerate()
     sizes = {"per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 4 // world}
     given = {"max_steps": 4, "gradient_accumulation_steps": 1, "eval_steps": 2, "save_strategy": "steps"}
     args = arguments(folder, **sizes | given | {"save_steps": 2} | others)
@@ -166,7 +156,7 @@ def rank_trains_alone(rank, world, folder):
     trainer = begin_lora(folder, 1, Trainer)
     trainer.train()
     trainer.save_model()
-    return history(trainer)
+    return hf.history(trainer)
 
 
 def rank_trains(rank, world, folder, how):
@@ -180,13 +170,13 @@ def rank_trains(rank, world, folder, how):
     assert reduced == 4 * trained, (reduced, trained)  # of each step the adapters, and nothing of the base
     for name, value in model.state_dict().items():
         assert "lora_" in name or torch.equal(value.full_tensor(), before[name.removeprefix("_orig_mod.")]), name
-    return history(trainer), trainer.evaluate()["eval_loss"]
+    return hf.history(trainer), trainer.evaluate()["eval_loss"]
 
 
 def rank_resumes(rank, world, folder, how):
     trainer = begin_lora(folder, world, **how)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-    return losses_after(trainer, 2)
+    return hf.losses_after(trainer, 2)
 
 
 COMPILED = {"torch_compile": True, "torch_compile_backend": "zcompile"}
@@ -200,8 +190,8 @@ def test_lora_trains_as_in_one_process_and_saves_adapters_alone(ranks, tmp_path,
     trained, evaluated = ranks(2).run(rank_trains, str(tmp_path / "ours"), how, timeout=600)[0]
     assert len(reference["loss"]) == 4 and len(reference["eval_loss"]) == 2
     for name, values in trained.items():
-        assert values == pytest.approx(reference[name], abs=LOSSES, rel=LOSSES), name
-    assert evaluated == pytest.approx(reference["eval_loss"][-1], abs=LOSSES)
+        assert values == pytest.approx(reference[name], abs=hf.LOSSES, rel=hf.LOSSES), name
+    assert evaluated == pytest.approx(reference["eval_loss"][-1], abs=hf.LOSSES)
     for folder in ("", "checkpoint-4"):
         written = {path.name for path in (tmp_path / "ours" / folder).iterdir()}
         assert "adapter_model.safetensors" in written and "model.safetensors" not in written
@@ -212,11 +202,11 @@ def test_lora_trains_as_in_one_process_and_saves_adapters_alone(ranks, tmp_path,
     shards = FileSystemReader(tmp_path / "ours/checkpoint-4/pytorch_model_fsdp_0").read_metadata().state_dict_metadata
     # accelerate does not see that a compiled module is one of PEFT, and writes parts of the base, too.
     assert shards and all("lora_" in name for name in shards) == (not how)
-    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(tiny_llama()), tmp_path / "ours")
+    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(hf.tiny_llama()), tmp_path / "ours")
     assert loaded.peft_config["default"].r == 3
     for world in (2, 1):
         rest = ranks(world).run(rank_resumes, str(tmp_path / "ours"), how, timeout=600)[0]
-        assert rest == pytest.approx(reference["loss"][2:], abs=LOSSES)
+        assert rest == pytest.approx(reference["loss"][2:], abs=hf.LOSSES)
 
 
 def adapters_in(folder):

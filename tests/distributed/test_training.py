@@ -11,37 +11,27 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
+from tests.support import reference as ref
 from tests.support.architectures import HUGGING_FACE, hugging_face, hugging_face_loss
 from tests.support.compiling import SELECTIVE, by_blocks
 from tests.support.models import Block, Sometimes, Transformer, batch, loss_of, normal, sometimes_loss
 from tests.support.ranks import on_ranks, slow, slow_case
-from tests.support.reference import (
-    BF16,
-    autocast_loss,
-    close,
-    compiled,
-    lm_loss,
-    losses_of,
-    over,
-    pair,
-    same_bits,
-    same_grads,
-    train_beside,
-)
 from zcompile.options import OPTIONAL_PASSES
 from zcompile.state.sharded_model import state_of
 
-eager_and_compiled = pytest.mark.parametrize("prepare", [slow_case(zcompile.shard), compiled])
+WITHOUT = [("aot_eager", ()), slow_case("aot_eager", OPTIONAL_PASSES), slow_case("inductor", ("narrow_gathers",))]
+
+eager_and_compiled = pytest.mark.parametrize("prepare", [slow_case(zcompile.shard), ref.compiled])
 
 
 @pytest.mark.parametrize("world", [slow_case(1), 2, slow_case(4)])
-@pytest.mark.parametrize("prepare", [zcompile.shard, compiled])
+@pytest.mark.parametrize("prepare", [zcompile.shard, ref.compiled])
 def test_fp32_trains_as_unsharded(rank, world, prepare):
-    train_beside(rank, world, prepare)
+    ref.train_beside(rank, world, prepare)
 
 
 def test_autocast_gathers_two_bytes_per_element_and_use(rank, world):
-    model = train_beside(rank, world, loss=autocast_loss, tolerance=BF16)
+    model = ref.train_beside(rank, world, loss=ref.autocast_loss, tolerance=ref.BF16)
     gathered_bytes = zcompile.stats(model)["gathered_bytes"]
     # Linear weights and biases are read in bf16: once in forward and, weights alone, once in backward. Autocast runs
     # norms, the embedding and the scalars in fp32. The tied embedding is read in both dtypes, so forward gathers it in
@@ -53,9 +43,9 @@ def test_autocast_gathers_two_bytes_per_element_and_use(rank, world):
 
 
 def test_a_param_dtype_travels_and_gradients_are_fp32(rank, world):
-    prepare = functools.partial(compiled, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = train_beside(rank, world, prepare, steps=3, tolerance=0.05)
-    lm_loss(model, 0, rank).backward()
+    prepare = functools.partial(ref.compiled, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = ref.train_beside(rank, world, prepare, steps=3, tolerance=0.05)
+    ref.lm_loss(model, 0, rank).backward()
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
     counted = zcompile.stats(model)
     assert set(counted["gathered_bytes"]) == set(counted["reduced_bytes"]) == {"bfloat16"}
@@ -76,39 +66,39 @@ class Checkpointed(Transformer):
 @pytest.mark.parametrize("how", [slow_case({}), SELECTIVE])
 @eager_and_compiled
 def test_activation_checkpointing_trains_as_unsharded(rank, world, how, prepare):
-    train_beside(rank, world, prepare, make=lambda: Checkpointed(how))
+    ref.train_beside(rank, world, prepare, make=lambda: Checkpointed(how))
 
 
 @eager_and_compiled
 def test_gradient_accumulation_trains_as_unsharded(rank, world, prepare):
-    train_beside(rank, world, prepare, microbatches=3, steps=3)
+    ref.train_beside(rank, world, prepare, microbatches=3, steps=3)
 
 
 def evaluate_between(model, reference, step):
     model.eval(), reference.eval()
     with torch.no_grad():
-        close(model(batch(50 + step, 0)), reference(batch(50 + step, 0)), 2e-5, "no_grad")
+        ref.close(model(batch(50 + step, 0)), reference(batch(50 + step, 0)), 2e-5, "no_grad")
     with torch.inference_mode():
-        close(model(batch(60 + step, 0)), reference(batch(60 + step, 0)), 2e-5, "inference_mode")
+        ref.close(model(batch(60 + step, 0)), reference(batch(60 + step, 0)), 2e-5, "inference_mode")
     model.train(), reference.train()
 
 
 @eager_and_compiled
 def test_evaluation_between_steps_changes_nothing(rank, world, prepare):
-    train_beside(rank, world, prepare, after_step=evaluate_between)
+    ref.train_beside(rank, world, prepare, after_step=evaluate_between)
 
 
 @pytest.mark.parametrize("world, native", [(2, False), (2, True), *(slow_case(4, native) for native in (False, True))])
 @eager_and_compiled
 def test_a_parameter_may_be_unused(rank, world, prepare, native):
     prepare = functools.partial(prepare, native_reduce=native)
-    train_beside(rank, world, prepare, make=Sometimes, loss=sometimes_loss, steps=5)
+    ref.train_beside(rank, world, prepare, make=Sometimes, loss=sometimes_loss, steps=5)
 
 
 @pytest.mark.parametrize("dynamic", [slow_case(True), None])
 def test_ranks_may_see_different_lengths(rank, world, dynamic):
     loss = lambda model, step, rank: loss_of(model, batch(step, rank, length=6 + (5 * step + 3 * rank) % 11))
-    train_beside(rank, world, functools.partial(compiled, dynamic=dynamic), loss=loss, steps=5)
+    ref.train_beside(rank, world, functools.partial(ref.compiled, dynamic=dynamic), loss=loss, steps=5)
 
 
 class Broken(Transformer):
@@ -123,7 +113,7 @@ class Broken(Transformer):
 
 
 def test_graphs_may_break_and_frames_be_skipped(rank, world):
-    train_beside(rank, world, functools.partial(compiled, fullgraph=False), make=Broken)
+    ref.train_beside(rank, world, functools.partial(ref.compiled, fullgraph=False), make=Broken)
 
 
 class Rambling(nn.Module):
@@ -140,31 +130,27 @@ class Rambling(nn.Module):
         return self.head(x)
 
 
-def rambling_loss(model, step, rank, times):
-    return model(normal(step, rank, 2, 3, 6), torch.tensor(times)).square().mean()
-
-
 def test_a_fragment_may_run_a_different_number_of_times(rank, world):
-    loss = lambda model, step, rank: rambling_loss(model, step, rank, 1 + step % 3)
-    train_beside(rank, world, functools.partial(compiled, fullgraph=False), make=Rambling, loss=loss, steps=3)
+    loss = lambda model, step, rank: model(normal(step, rank, 2, 3, 6), torch.tensor(1 + step % 3)).square().mean()
+    ref.train_beside(rank, world, functools.partial(ref.compiled, fullgraph=False), make=Rambling, loss=loss, steps=3)
 
 
 def test_blocks_compiled_one_by_one_share_a_compilation(rank, world):
     torch._dynamo.utils.counters.clear()
-    train_beside(rank, world, by_blocks, make=functools.partial(Transformer, blocks=4))
+    ref.train_beside(rank, world, by_blocks, make=functools.partial(Transformer, blocks=4))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "equal blocks must share one compilation"
 
 
 def test_two_models_in_one_process_do_not_disturb_each_other(rank, world):
-    references, models = zip(*(pair(Transformer) for _ in range(2)))
+    references, models = zip(*(ref.pair(Transformer) for _ in range(2)))
     for step in range(3):
-        losses = [lm_loss(model, step + i, rank) for i, model in enumerate(models)]
+        losses = [ref.lm_loss(model, step + i, rank) for i, model in enumerate(models)]
         for loss in reversed(losses):
             loss.backward()
         for i, reference in enumerate(references):
-            (sum(lm_loss(reference, step + i, other) for other in range(world)) / world).backward()
+            (sum(ref.lm_loss(reference, step + i, other) for other in range(world)) / world).backward()
     for model, reference in zip(models, references):
-        same_grads(model, reference)
+        ref.same_grads(model, reference)
     counts = [zcompile.stats(model) for model in models]
     for count in counts:
         count.pop("peak_unsharded_bytes")  # of a moment: depends on when gloo's threads let go of a tensor
@@ -174,40 +160,40 @@ def test_two_models_in_one_process_do_not_disturb_each_other(rank, world):
 @pytest.mark.parametrize("world", [2, slow_case(4)])
 def test_clipping_and_fused_adamw_step_as_unsharded(rank, world):
     def clip(model, reference):
-        close(*(nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (model, reference)), 1e-5, "norm")
+        ref.close(*(nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (model, reference)), 1e-5, "norm")
 
     adamw = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
-    train_beside(rank, world, optimizer=adamw, before_step=clip, parameter_tolerance=1e-4)
+    ref.train_beside(rank, world, optimizer=adamw, before_step=clip, parameter_tolerance=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", *(slow_case(name) for name in HUGGING_FACE[1:])])
 @on_ranks(2, needs="transformers")
 def test_hugging_face_models_train_in_one_graph(rank, world, name):
     make = functools.partial(hugging_face, name)
-    train_beside(rank, world, make=make, loss=functools.partial(hugging_face_loss, name), steps=2, tolerance=1e-4)
+    ref.train_beside(rank, world, make=make, loss=functools.partial(hugging_face_loss, name), steps=2, tolerance=1e-4)
 
 
 def rank_saves(rank, world, path):
     torch.manual_seed(0)
-    model = compiled(Transformer())
+    model = ref.compiled(Transformer())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(3):
         optimizer.zero_grad()
-        sum(lm_loss(model, step, other) for other in range(4)).backward()
+        sum(ref.lm_loss(model, step, other) for other in range(4)).backward()
         optimizer.step()
     state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=path)
-    return [lm_loss(model, step, 0).item() for step in range(3, 5)]
+    return [ref.lm_loss(model, step, 0).item() for step in range(3, 5)]
 
 
 def rank_resumes(rank, world, path):
     torch.manual_seed(7)
-    model = compiled(Transformer())
+    model = ref.compiled(Transformer())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state, optimizer_state = get_state_dict(model, optimizer)
     dcp.load({"model": state, "optimizer": optimizer_state}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
-    losses = [lm_loss(model, step, 0).item() for step in range(3, 5)]
+    losses = [ref.lm_loss(model, step, 0).item() for step in range(3, 5)]
     moments = [s["exp_avg"].full_tensor().abs().sum().item() for s in optimizer.state.values()]
     assert all(moment > 0 for moment in moments)
     return losses
@@ -220,9 +206,11 @@ def test_checkpoint_saved_on_four_ranks_resumes_on_two(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("world", [slow_case(1), 2, slow_case(4)])
-@pytest.mark.parametrize("loss", [slow_case(lm_loss), autocast_loss])
+@pytest.mark.parametrize("loss", [slow_case(ref.lm_loss), ref.autocast_loss])
 def test_aot_eager_equals_eager_bitwise(rank, world, loss):
-    same_bits([pair(Transformer, prepare)[1] for prepare in (zcompile.shard, compiled, compiled)], loss, rank)
+    ref.same_bits(
+        [ref.pair(Transformer, prepare)[1] for prepare in (zcompile.shard, ref.compiled, ref.compiled)], loss, rank
+    )
 
 
 def many_tokens_loss(model, step, rank, narrow):
@@ -238,10 +226,10 @@ def test_inductor_stays_close_to_the_unsharded_model(rank, world, narrow, tolera
     """Losses. `late` poisons what is in flight: whatever reads or reuses it too soon yields NaN."""
 
     def prepare(model):
-        compiled(model, inner="inductor")
-        return over("late c10d", model) if late else model
+        ref.compiled(model, inner="inductor")
+        return ref.over("late c10d", model) if late else model
 
-    train_beside(
+    ref.train_beside(
         rank, world, prepare, make=lambda: Transformer(blocks=1), steps=20, loss_tolerance=tolerance,
         loss=functools.partial(many_tokens_loss, narrow=narrow), tolerance=1e6,
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-3),
@@ -250,8 +238,8 @@ def test_inductor_stays_close_to_the_unsharded_model(rank, world, narrow, tolera
 
 def counts_of_a_step(rank, **options):
     """Statistics of forward and of backward; bytes of the largest parameter; how many parameters there are."""
-    model = compiled(Transformer(), options=options)
-    loss = lm_loss(model, 0, rank)
+    model = ref.compiled(Transformer(), options=options)
+    loss = ref.lm_loss(model, 0, rank)
     forward = zcompile.stats(model)
     zcompile.reset_stats(model)
     loss.backward()
@@ -276,8 +264,8 @@ def test_backward_gathers_what_it_reads_within_the_budget(rank, world, gather_bu
 
 
 def test_no_unsharded_parameter_is_alive_between_forward_and_backward(rank, world):
-    model = compiled(Transformer())
-    loss = lm_loss(model, 0, rank)
+    model = ref.compiled(Transformer())
+    loss = ref.lm_loss(model, 0, rank)
     zcompile.reset_stats(model)
     time.sleep(0.5)  # gloo's threads let go of a finished collective's tensors when they get to it
     state = state_of(model)
@@ -291,15 +279,11 @@ def losses_without(rank, inner, skipped):
     """Losses of three steps under autocast, without the passes `skipped`; dtypes that travelled."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = compiled(Transformer(blocks=1), inner=inner, options={"skip_passes": skipped})
-    return losses_of(model, autocast_loss, rank, 3).tolist(), zcompile.stats(model)["gathered_bytes"].keys()
+    model = ref.compiled(Transformer(blocks=1), inner=inner, options={"skip_passes": skipped})
+    return ref.losses_of(model, ref.autocast_loss, rank, 3).tolist(), zcompile.stats(model)["gathered_bytes"].keys()
 
 
-@pytest.mark.parametrize(
-    "inner, each",
-    [("aot_eager", ()), slow_case("aot_eager", OPTIONAL_PASSES), slow_case("inductor", ("narrow_gathers",))],
-    ids=["all", "each", "inductor"],
-)
+@pytest.mark.parametrize("inner, each", WITHOUT, ids=["all", "each", "inductor"])
 def test_passes_change_no_number(rank, world, inner, each):
     expected, _ = losses_without(rank, inner, ())
     for name in each:

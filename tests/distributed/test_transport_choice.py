@@ -155,9 +155,8 @@ def test_obstacles_to_peer_to_peer_are_named(rank, world):
             get_device_properties=lambda device: SimpleNamespace(uuid=uuid),
             can_device_access_peer=lambda device, other: reachable,
         )
-        here = mock.patch.multiple(
-            select_transport, _namespaces=lambda: (namespaces,), _C=SimpleNamespace(built_with_cuda=True)
-        )
+        built = SimpleNamespace(built_with_cuda=True)
+        here = mock.patch.multiple(select_transport, _namespaces=lambda: (namespaces,), _C=built)
         with gpus, here, mock.patch("socket.gethostname", lambda: host):
             return select_transport._obstacle_to_p2p(mesh)
 

@@ -3,18 +3,7 @@
 import pytest
 import torch
 
-from tests.support.huggingface import (
-    ARGUMENTS,
-    LOSSES,
-    forget_accelerate,
-    history,
-    losses_after,
-    of_transformers,
-    sharded_by_fsdp2,
-    tiny_llama,
-    tokenizer,
-    whole_state,
-)
+from tests.support import huggingface as hf
 from tests.support.ranks import slow_case
 
 pytest.importorskip("trl")
@@ -39,21 +28,23 @@ def begin(folder, kind):
     import zcompile
     from zcompile.integrations.huggingface import SFTTrainer
 
-    forget_accelerate()
+    hf.forget_accelerate()
     settings = {
         "max_steps": 5, "gradient_accumulation_steps": 2, "eval_steps": 5, "save_strategy": "steps", "save_steps": 3,
         "bf16": False, "max_length": 16, "gradient_checkpointing": kind == "eager",
     }  # fmt: skip
-    args = trl.SFTConfig(str(folder), **ARGUMENTS | settings)
+    args = trl.SFTConfig(str(folder), **hf.ARGUMENTS | settings)
     args.device  # noqa: B018  # the process group
-    model = tiny_llama()
+    model = hf.tiny_llama()
     if kind == "fsdp2":
         args.save_strategy = "no"
-        of_transformers(sharded_by_fsdp2(model))
+        hf.of_transformers(hf.sharded_by_fsdp2(model))
     if kind == "compiled":
         zcompile.shard(model).compile(backend="zcompile", options=EAGER)
     trainer = trl.SFTTrainer if kind == "fsdp2" else SFTTrainer
-    return trainer(model, args, train_dataset=sentences(64), eval_dataset=sentences(10), processing_class=tokenizer())
+    return trainer(
+        model, args, train_dataset=sentences(64), eval_dataset=sentences(10), processing_class=hf.tokenizer()
+    )
 
 
 @pytest.mark.parametrize("kind", ["eager", slow_case("compiled")])
@@ -65,21 +56,21 @@ def test_sft_trainer_trains_as_fsdp2(rank, world, tmp_path, kind):
     theirs.train()
     ours = begin(f"{tmp_path}/ours", kind)
     ours.train()
-    reference = history(theirs)
+    reference = hf.history(theirs)
     assert len(reference["loss"]) == 5 and len(reference["eval_loss"]) == 1, reference
-    for name, values in history(ours).items():
-        assert values == pytest.approx(reference[name], abs=LOSSES, rel=LOSSES), (name, values, reference[name])
+    for name, values in hf.history(ours).items():
+        assert values == pytest.approx(reference[name], abs=hf.LOSSES, rel=hf.LOSSES), (name, values, reference[name])
     ours.save_model()
     again = begin(f"{tmp_path}/ours", kind)
     again.train(resume_from_checkpoint=f"{tmp_path}/ours/checkpoint-3")
-    assert losses_after(again, 3) == pytest.approx(reference["loss"][3:], abs=LOSSES)
-    trained = whole_state(ours)
+    assert hf.losses_after(again, 3) == pytest.approx(reference["loss"][3:], abs=hf.LOSSES)
+    trained = hf.whole_state(ours)
     for folder in ("ours", "ours/checkpoint-5") if rank == 0 else ():  # rank 0 has the whole state
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / folder).state_dict()
         assert saved.keys() == trained.keys() and all(torch.equal(saved[name], trained[name]) for name in saved)
 
 
-CONFIG = ARGUMENTS | {
+CONFIG = hf.ARGUMENTS | {
     "max_steps": 3, "save_strategy": "steps", "save_steps": 2, "bf16": False, "max_length": 24,
     "gradient_checkpointing": False, "eval_steps": 3,
 }  # fmt: skip
@@ -99,16 +90,16 @@ def begin_other(kind, folder, world, ours):
 
     from zcompile.integrations.huggingface import TrainerMixin
 
-    forget_accelerate()
+    hf.forget_accelerate()
     base = {"dpo": trl.DPOTrainer, "reward": trl.RewardTrainer}[kind]
     config = {"dpo": trl.DPOConfig, "reward": trl.RewardConfig}[kind]
     batch = {"per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 4 // world}
     args = config(str(folder), **CONFIG | batch)
     trainer = type("Ours", (TrainerMixin, base), {}) if ours else base
-    models = {"model": tiny_llama(), "ref_model": tiny_llama()}
+    models = {"model": hf.tiny_llama(), "ref_model": hf.tiny_llama()}
     if kind == "reward":
-        models = {"model": tiny_llama(kind="LlamaForSequenceClassification", num_labels=1)}
-    data = {"train_dataset": pairs(32), "eval_dataset": pairs(8), "processing_class": tokenizer()}
+        models = {"model": hf.tiny_llama(kind="LlamaForSequenceClassification", num_labels=1)}
+    data = {"train_dataset": pairs(32), "eval_dataset": pairs(8), "processing_class": hf.tokenizer()}
     return trainer(**models, args=args, **data)
 
 
@@ -117,15 +108,15 @@ def rank_trains(rank, world, kind, folder, ours):
     trainer.train()
     trainer.save_model()
     if not ours:
-        return history(trainer), {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        return hf.history(trainer), {name: value.clone() for name, value in trainer.model.state_dict().items()}
     assert all(hasattr(each, "full_tensor") for each in trainer.model.parameters())
-    return history(trainer), whole_state(trainer)
+    return hf.history(trainer), hf.whole_state(trainer)
 
 
 def rank_resumes(rank, world, kind, folder):
     trainer = begin_other(kind, folder, world, True)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-    return losses_after(trainer, 2)
+    return hf.losses_after(trainer, 2)
 
 
 @pytest.mark.slow
@@ -135,9 +126,9 @@ def test_a_trainer_with_the_mixin_trains_as_in_one_process(ranks, tmp_path, kind
     ours, values = ranks(2).run(rank_trains, kind, str(tmp_path / "ours"), True)[0]
     assert len(theirs["loss"]) == 3 and len(theirs["eval_loss"]) == 1
     for name in theirs:
-        assert ours[name] == pytest.approx(theirs[name], abs=LOSSES, rel=LOSSES), name
+        assert ours[name] == pytest.approx(theirs[name], abs=hf.LOSSES, rel=hf.LOSSES), name
     for name, value in values.items():
         torch.testing.assert_close(value, reference[name], rtol=1e-3, atol=1e-5)
     assert (tmp_path / "ours/model.safetensors").exists()
     rest = ranks(2).run(rank_resumes, kind, str(tmp_path / "ours"))[0]
-    assert rest == pytest.approx(theirs["loss"][2:], abs=LOSSES)
+    assert rest == pytest.approx(theirs["loss"][2:], abs=hf.LOSSES)

@@ -12,39 +12,29 @@ from torch.autograd.graph import save_on_cpu
 
 import zcompile
 from tests.support import raising
+from tests.support import unit_chains as units
 from tests.support.compiling import SELECTIVE, checkpoint_each
 from tests.support.mixtures import MixtureModel, StackedExperts, checkpointed, routed_loss, sharded
 from tests.support.raising import Fault, MayRaise, fail
 from tests.support.ranks import slow, slow_case
 from tests.support.reference import backward_beside, close, pair, same_backward, same_grads, train_beside
-from tests.support.unit_chains import (
-    KINDS,
-    WIDTH,
-    By,
-    Chain,
-    Part,
-    chain_beside,
-    chain_loss,
-    chains,
-    inputs,
-    make_chain,
-    skipping,
-    with_units,
-)
+
+CHECKPOINTS = [(("around",), SELECTIVE), (("inside",), {}), (("inside",), {"use_reentrant": True})]
+CHECKPOINTS += [slow_case(("inside",), SELECTIVE), slow_case(("units",), {}), slow_case(("inside", "around"), {})]
 
 
 class PartsOnly(nn.Module):
     def __init__(self, *parts):
         super().__init__()
-        self.first, self.parts = nn.Linear(WIDTH, WIDTH), nn.ModuleList(parts)
+        self.first, self.parts = nn.Linear(units.WIDTH, units.WIDTH), nn.ModuleList(parts)
 
 
 class CountsLoad(PartsOnly):
     """Adds up, in a buffer, a result of its unit that needs no gradient."""
 
     def __init__(self):
-        super().__init__(By(lambda part, x: (Part.forward(part, x), x.detach().abs().sum(0))))
-        self.register_buffer("load", torch.zeros(WIDTH))
+        super().__init__(units.By(lambda part, x: (units.Part.forward(part, x), x.detach().abs().sum(0))))
+        self.register_buffer("load", torch.zeros(units.WIDTH))
 
     def forward(self, x):
         out, load = self.parts[0](self.first(x))
@@ -53,9 +43,9 @@ class CountsLoad(PartsOnly):
 
 
 def test_a_result_that_needs_no_gradient_stays_so(rank, world):
-    model = with_units(CountsLoad())
+    model = units.with_units(CountsLoad())
     for step in range(3):
-        chain_loss(model, step, rank).backward()
+        units.chain_loss(model, step, rank).backward()
         assert not model.load.requires_grad
 
 
@@ -72,7 +62,7 @@ class Both(NamedTuple):
     more: dict[str, Any]
 
 
-class ReturnsStructure(Part):
+class ReturnsStructure(units.Part):
     def forward(self, x):
         out = super().forward(x)
         opaque = SimpleNamespace(value=out * 2)  # no container that torch knows
@@ -92,7 +82,7 @@ class ReadsStructure(PartsOnly):
         return x
 
 
-class CallsTwice(Chain):
+class CallsTwice(units.Chain):
     def forward(self, x):
         x = self.first(x)
         for part, dense in zip(self.parts, self.denses):
@@ -100,39 +90,37 @@ class CallsTwice(Chain):
         return x
 
 
-class ReadsParts(Chain):
+class ReadsParts(units.Chain):
     def forward(self, x):
         return super().forward(x) @ self.parts[0].a + self.parts[1].b.sum()
 
 
-CHAINS = {name: functools.partial(make_chain, 2, kind) for name, kind in KINDS.items()} | {
-    "its input, which is then edited": lambda: EditsResult(By(lambda part, x: x)),
-    "a view of its input, which is then edited": lambda: EditsResult(By(lambda part, x: x.view(-1, 2, 3))),
+CHAINS = {name: functools.partial(units.make_chain, 2, kind) for name, kind in units.KINDS.items()} | {
+    "its input, which is then edited": lambda: EditsResult(units.By(lambda part, x: x)),
+    "a view of its input, which is then edited": lambda: EditsResult(units.By(lambda part, x: x.view(-1, 2, 3))),
     "structures with parameters of it": lambda: ReadsStructure(ReturnsStructure(), ReturnsStructure()),
-    "two calls": lambda: CallsTwice(Part(), Part()),
-    "a parameter that its parent reads": lambda: ReadsParts(Part(), Part()),
+    "two calls": lambda: CallsTwice(units.Part(), units.Part()),
+    "a parameter that its parent reads": lambda: ReadsParts(units.Part(), units.Part()),
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(name, marks=() if name.startswith("its input") else slow) for name in CHAINS]
-)
+@pytest.mark.parametrize("kind", [name if name.startswith("its input") else slow_case(name) for name in CHAINS])
 def test_a_unit_may_contain_return_or_have(rank, world, kind):
-    chain_beside(rank, world, make=CHAINS[kind])
+    units.chain_beside(rank, world, make=CHAINS[kind])
 
 
 @slow
 def test_an_edit_of_what_a_unit_saved_for_backward_is_an_error(rank, world):
-    model = with_units(Chain(By(lambda part, x: torch.exp(x @ part.a))))
-    out = model.parts[0](inputs(0, rank))
+    model = units.with_units(units.Chain(units.By(lambda part, x: torch.exp(x @ part.a))))
+    out = model.parts[0](units.inputs(0, rank))
     out.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 
 
 def test_a_gather_ahead_is_not_used_after_parameters_changed(rank, world):
-    reference, model = chains()
-    x = inputs(0, 0)
+    reference, model = units.chains()
+    x = units.inputs(0, 0)
     with torch.no_grad():
         model.parts[0](x)
         for each in (model, reference):
@@ -147,22 +135,21 @@ def test_a_pre_hook_of_a_unit_may_read_other_parameters_on_each_rank(rank, world
     wholes = [[each.up.weight.full_tensor() for each in layer.experts.experts] for layer in model.layers]
     seen = []
     for layer in model.layers:
-        layer.experts.register_forward_pre_hook(
-            lambda module, args: seen.append(module.experts[rank].up.weight.detach().clone())
-        )
+        look = lambda module, args: seen.append(module.experts[rank].up.weight.detach().clone())
+        layer.experts.register_forward_pre_hook(look)
     routed_loss(model, 0, rank)
     for ours, whole in zip(seen, wholes, strict=True):
         close(ours, whole[rank], 1e-6, "weight")
 
 
 def of_its_own_result(model, step, rank):
-    out = model(inputs(step, rank), skip=(1,) if rank == 1 else ())
+    out = model(units.inputs(step, rank), skip=(1,) if rank == 1 else ())
     out = model(out, skip=(2,) if rank == 1 else ())
     return model(out, skip=(0,) if rank == 0 else ()).square().mean()
 
 
 def with_a_gradient_of_the_input(model, step, rank):
-    x = inputs(step, rank).requires_grad_()
+    x = units.inputs(step, rank).requires_grad_()
     (grad,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
     return grad.square().sum()
 
@@ -170,17 +157,17 @@ def with_a_gradient_of_the_input(model, step, rank):
 @slow
 @pytest.mark.parametrize("loss", [of_its_own_result, with_a_gradient_of_the_input])
 def test_a_loss_may_call_a_model_again_or_have_a_gradient_of_its_input(rank, world, loss):
-    reference, model = chains()
+    reference, model = units.chains()
     for step in range(2):
         same_backward(rank, world, model, reference, loss, step)
 
 
 @slow
 def test_units_may_be_trained_in_turn_without_the_model(rank, world):
-    reference, model = chains()
+    reference, model = units.chains()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
     for step in range(3):
-        part_loss = lambda model, step, rank: model.parts[step](inputs(step, rank)).square().mean()
+        part_loss = lambda model, step, rank: model.parts[step](units.inputs(step, rank)).square().mean()
         same_backward(rank, world, model, reference, part_loss, step)
         for optimizer in optimizers:
             optimizer.step()
@@ -189,21 +176,25 @@ def test_units_may_be_trained_in_turn_without_the_model(rank, world):
 @slow
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_rank_may_skip_a_unit_in_an_evaluation_before_the_first_step(rank, world, mode):
-    reference, model = chains()
+    reference, model = units.chains()
     skip = (1,) if rank == 1 else ()
     with mode():
-        close(chain_loss(model, 0, rank, skip=skip), chain_loss(reference, 0, rank, skip=skip), 1e-5, "loss")
-    same_backward(rank, world, model, reference, chain_loss)
+        close(
+            units.chain_loss(model, 0, rank, skip=skip), units.chain_loss(reference, 0, rank, skip=skip), 1e-5, "loss"
+        )
+    same_backward(rank, world, model, reference, units.chain_loss)
 
 
 @slow
 @pytest.mark.parametrize("skipped", [(), (1,)], ids=["nobody skips", "one skips"])
 def test_a_compiled_function_may_call_a_model_with_units(rank, world, skipped):
-    reference, model = chains()
-    compiled_loss = torch.compile(chain_loss, backend="zcompile", options={"inner": "aot_eager"})
+    reference, model = units.chains()
+    compiled_loss = torch.compile(units.chain_loss, backend="zcompile", options={"inner": "aot_eager"})
 
     def loss(each, step, rank):
-        return (compiled_loss if each is model else chain_loss)(each, step, rank, skip=skipped if rank == 1 else ())
+        return (compiled_loss if each is model else units.chain_loss)(
+            each, step, rank, skip=skipped if rank == 1 else ()
+        )
 
     for step in range(3):
         same_backward(rank, world, model, reference, loss, step)
@@ -227,9 +218,9 @@ def test_a_unit_may_itself_be_compiled_before_or_after_it_is_sharded(rank, world
 
 @slow
 def test_all_ranks_may_call_a_model_with_a_unit_that_is_whole(rank, world):
-    reference, model = chains()
+    reference, model = units.chains()
     with zcompile.unshard(model.parts[1]), torch.no_grad():
-        close(model(inputs(0, 0)), reference(inputs(0, 0)), 1e-5, "result")
+        close(model(units.inputs(0, 0)), reference(units.inputs(0, 0)), 1e-5, "result")
 
 
 @slow
@@ -245,14 +236,14 @@ def test_all_ranks_may_call_a_model_with_a_unit_that_is_whole(rank, world):
 )
 def test_a_unit_may_be_frozen_and_trained_in_turns(rank, world, how, skips, is_frozen):
     """Also where a rank skips it."""
-    reference, model = chains()
+    reference, model = units.chains()
     for step in range(4):
         for parameter in (*reference.parts[1].parameters(), *model.parts[1].parameters()):
             if how == "method":
                 parameter.requires_grad_(not is_frozen[step])
             else:
                 parameter.requires_grad = not is_frozen[step]
-        same_backward(rank, world, model, reference, skipping(1) if step in skips else chain_loss, step)
+        same_backward(rank, world, model, reference, units.skipping(1) if step in skips else units.chain_loss, step)
 
 
 @slow
@@ -268,17 +259,7 @@ def test_a_gradient_hook_may_have_a_collective(rank, world):
     same_grads(model, reference)
 
 
-@pytest.mark.parametrize(
-    "places, how",
-    [
-        (("around",), SELECTIVE),
-        (("inside",), {}),
-        (("inside",), {"use_reentrant": True}),
-        slow_case(("inside",), SELECTIVE),
-        slow_case(("units",), {}),
-        slow_case(("inside", "around"), {}),
-    ],
-)
+@pytest.mark.parametrize("places, how", CHECKPOINTS)
 def test_checkpoints_may_be_around_units_units_and_inside_of_them(rank, world, places, how):
     prepare = functools.partial(checkpointed, places=places, **how)
     train_beside(rank, world, prepare, make=MixtureModel, loss=routed_loss, steps=4)
@@ -286,19 +267,19 @@ def test_checkpoints_may_be_around_units_units_and_inside_of_them(rank, world, p
 
 class Pair(nn.Sequential):
     def __init__(self):
-        super().__init__(Part(), Part())
+        super().__init__(units.Part(), units.Part())
 
 
 def test_a_selective_checkpoint_may_be_around_two_units(rank, world):
     """Its backward computes both again, in the order of forward, which is another one than that of its backward."""
 
     def make():
-        model = make_chain(2, Pair)
+        model = units.make_chain(2, Pair)
         checkpoint_each(model.parts, **SELECTIVE)
         return model
 
-    with_parts = lambda model: zcompile.shard(model, units=[Part])
-    chain_beside(rank, world, make=make, prepare=with_parts)
+    with_parts = lambda model: zcompile.shard(model, units=[units.Part])
+    units.chain_beside(rank, world, make=make, prepare=with_parts)
 
 
 @slow
@@ -326,16 +307,18 @@ def test_hooks_around_a_model_may_save_on_cpu(rank, world, prepare):
 @slow
 def test_a_unit_that_is_a_checkpoint_recomputes_the_same_dropout(rank, world):
     def make():
-        model = make_chain(2, lambda: By(lambda part, x: nn.functional.dropout(Part.forward(part, x), 0.5)))
+        model = units.make_chain(
+            2, lambda: units.By(lambda part, x: nn.functional.dropout(units.Part.forward(part, x), 0.5))
+        )
         checkpoint_each(model.parts)
         return model
 
     def loss(model, step, rank):
-        x = inputs(step, rank)
+        x = units.inputs(step, rank)
         torch.manual_seed(7 * step + rank)
         return model(x).square().mean()
 
-    chain_beside(rank, world, make=make, loss=loss, steps=2)
+    units.chain_beside(rank, world, make=make, loss=loss, steps=2)
 
 
 @pytest.mark.parametrize("units", [None, [nn.Linear]])
@@ -364,30 +347,30 @@ def same_as_mean(model, reference, losses):
 
 
 def test_a_backward_after_one_that_raised_gives_all_gradients(rank, world):
-    reference, model = chains()
-    loss = chain_loss(model, 1, rank)
-    x = inputs(2, rank).requires_grad_() * 1
+    reference, model = units.chains()
+    loss = units.chain_loss(model, 1, rank)
+    x = units.inputs(2, rank).requires_grad_() * 1
     x.register_hook(fail)
     with pytest.raises(Fault):
         model(x).square().mean().backward()
     model.zero_grad()
     loss.backward()
-    same_as_mean(model, reference, (chain_loss(reference, 1, other) for other in range(world)))
+    same_as_mean(model, reference, (units.chain_loss(reference, 1, other) for other in range(world)))
 
 
 @slow
 def test_steps_after_forwards_that_raised_give_all_gradients(rank, world):
     """Also behind units, where the one that is gathered ahead is another each time; then a rank skips a unit."""
-    reference, model = chains()
+    reference, model = units.chains()
     for place, dense in enumerate(model.denses):
         handle = dense.register_forward_pre_hook(fail)
         with pytest.raises(Fault):
-            chain_loss(model, 0, rank)
+            units.chain_loss(model, 0, rank)
         handle.remove()
-        same_backward(rank, world, model, reference, skipping(place), place)
+        same_backward(rank, world, model, reference, units.skipping(place), place)
 
 
-class Forces(Chain):
+class Forces(units.Chain):
     """The gradient of an energy for positions, computed inside of forward."""
 
     def forward(self, x):
@@ -399,17 +382,17 @@ class Forces(Chain):
 
 @slow
 def test_a_forward_may_contain_a_backward(rank, world):
-    reference, model = chains(lambda: Forces(Part(), Part(), Part()))
+    reference, model = units.chains(lambda: Forces(units.Part(), units.Part(), units.Part()))
     for step in range(2):
-        close(model(inputs(step, rank)), reference(inputs(step, rank)), 1e-5, "forces")
+        close(model(units.inputs(step, rank)), reference(units.inputs(step, rank)), 1e-5, "forces")
 
 
 @slow
 def test_a_rank_may_skip_a_unit_where_a_graph_has_two_backwards(rank, world):
-    reference, model = chains()
+    reference, model = units.chains()
 
     def losses(model, rank):
-        out = model(inputs(0, rank), skip=(1,) if rank == 1 else ())
+        out = model(units.inputs(0, rank), skip=(1,) if rank == 1 else ())
         return out.square().mean(), out.sin().mean()
 
     first, second = losses(model, rank)
@@ -420,9 +403,9 @@ def test_a_rank_may_skip_a_unit_where_a_graph_has_two_backwards(rank, world):
 
 @slow
 def test_backward_may_run_in_another_thread(rank, world):
-    reference, model = chains()
+    reference, model = units.chains()
 
-    loss = skipping(1)
+    loss = units.skipping(1)
     thread = threading.Thread(target=loss(model, 0, rank).backward)
     thread.start()
     thread.join()
@@ -431,12 +414,12 @@ def test_backward_may_run_in_another_thread(rank, world):
 
 @slow
 def test_the_first_of_two_forwards_may_alone_have_a_backward(rank, world):
-    reference, model = chains()
-    first, second = (skipping(step)(model, step, rank) for step in range(2))
+    reference, model = units.chains()
+    first, second = (units.skipping(step)(model, step, rank) for step in range(2))
     first.backward()
-    same_as_mean(model, reference, (skipping(0)(reference, 0, other) for other in range(world)))
+    same_as_mean(model, reference, (units.skipping(0)(reference, 0, other) for other in range(world)))
     del first, second
-    same_backward(rank, world, model, reference, chain_loss, 2)
+    same_backward(rank, world, model, reference, units.chain_loss, 2)
 
 
 @pytest.mark.parametrize("skipped", [(), slow_case((1,))], ids=["nobody skips", "one skips"])

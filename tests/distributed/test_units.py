@@ -51,9 +51,7 @@ CASES += [("eager", Experts, 3), ("compiled", Experts, 3), ("replicas", Experts,
 SHORT = [("eager", Experts, 2), ("compiled", StackedExperts, 2), ("checkpointed", Experts, 2), ("replicas", Experts, 4)]
 
 
-@pytest.mark.parametrize(
-    "prepared, experts, world", [pytest.param(*case, marks=[] if case in SHORT else pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize("prepared, experts, world", [case if case in SHORT else slow_case(*case) for case in CASES])
 def test_ranks_may_hit_different_experts(rank, world, prepared, experts):
     train_beside(rank, world, PREPARED[prepared], make=lambda: MixtureModel(experts), loss=routed_loss, steps=5)
 
@@ -245,22 +243,15 @@ def prepared(model, inner=None):
     return zcompile.shard(model) if inner is None else compiled_whole(model, inner=inner, fullgraph=False)
 
 
-OF_TRANSFORMERS = [(name, experts, inner) for name in UNITS for experts in ("eager", "batched_mm") for inner in INNERS]
+MIXTURES = [(name, experts, inner) for name in UNITS for experts in ("eager", "batched_mm") for inner in INNERS]
 FAST = [("deepseek_v3", "eager", None)]
 
 
-@pytest.mark.parametrize(
-    ("name", "experts", "inner"), [pytest.param(*case, marks=[] if case in FAST else slow) for case in OF_TRANSFORMERS]
-)
+@pytest.mark.parametrize("name, experts, inner", [each if each in FAST else slow_case(*each) for each in MIXTURES])
 def test_a_mixture_trains_as_unsharded(rank, world, name, experts, inner):
-    model = train_beside(
-        rank,
-        world,
-        functools.partial(prepared, inner=inner),
-        make=functools.partial(hugging_face, name, experts=experts),
-        loss=functools.partial(hugging_face_loss, name),
-        steps=4,
-    )
+    prepare, loss = functools.partial(prepared, inner=inner), functools.partial(hugging_face_loss, name)
+    make = functools.partial(hugging_face, name, experts=experts)
+    model = train_beside(rank, world, prepare, make=make, loss=loss, steps=4)
     order = state_of(model).unit_order
     wanted = UNITS[name] if experts == "eager" else None
     assert (order is None) == (wanted is None)

@@ -12,7 +12,7 @@ from tests.distributed.test_activation_budget import COUNT, Blocks
 from tests.distributed.test_activation_budget import WIDTH as BLOCK_WIDTH
 from tests.support.models import normal
 from tests.support.ranks import on_gpus
-from tests.support.reference import close
+from tests.support.reference import close, finish_step
 
 BLOCKS, HEADS, WIDTH = 4, 4, 256
 ROWS = 1 << 17
@@ -57,9 +57,7 @@ def peak_of_step(limit, rank):
     for step in range(3):
         if step == 2:
             torch.cuda.reset_peak_memory_stats()
-        model(x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        finish_step(optimizer, model(x))
     peak = torch.cuda.max_memory_allocated()
     del model, optimizer
     torch._dynamo.reset()

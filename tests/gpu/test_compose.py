@@ -11,18 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zcompile
 from tests.distributed.test_subgraphs import Attention, loss_of
+from tests.support import parallel
 from tests.support.gpu import same_under_delays, sharded_over
 from tests.support.models import normal
-from tests.support.parallel import (
-    WIDTH,
-    Dense,
-    Mixture,
-    expert_parallel,
-    maybe_compiled,
-    mesh_of,
-    spread_dense,
-    token_loss,
-)
 from tests.support.ranks import on_gpus
 from tests.support.reference import pair, same_grads, sgd, train_beside
 
@@ -30,23 +21,25 @@ from tests.support.reference import pair, same_grads, sgd, train_beside
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
 @on_gpus(4)
 def test_expert_parallel_models_train_as_unsharded(rank, world, inner):
-    prepare = functools.partial(expert_parallel, "cuda", inner, shard=Shard(0))
-    train_beside(rank, world, prepare, make=lambda: Mixture().cuda(), loss=token_loss, tolerance=1e-4)
+    prepare = functools.partial(parallel.expert_parallel, "cuda", inner, shard=Shard(0))
+    train_beside(rank, world, prepare, make=lambda: parallel.Mixture().cuda(), loss=parallel.token_loss, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 @on_gpus(4)
 def test_tensor_parallel_models_train_as_unsharded(rank, world, inner):
-    mesh = mesh_of("cuda", dp=2, tp=2)
-    prepare = lambda model: maybe_compiled(zcompile.shard(spread_dense(model, mesh["tp"], True), mesh["dp"]), inner)
+    mesh = parallel.mesh_of("cuda", dp=2, tp=2)
+    prepare = lambda model: parallel.maybe_compiled(
+        zcompile.shard(parallel.spread_dense(model, mesh["tp"], True), mesh["dp"]), inner
+    )
     data_rank = mesh["dp"].get_local_rank()
-    train_beside(data_rank, 2, prepare, make=lambda: Dense().cuda(), loss=token_loss, tolerance=1e-4)
+    train_beside(data_rank, 2, prepare, make=lambda: parallel.Dense().cuda(), loss=parallel.token_loss, tolerance=1e-4)
 
 
 @on_gpus(4, timeout=300)
 def test_steps_under_random_delays_end(rank, world):
-    make = lambda: expert_parallel("cuda", "inductor", Mixture().cuda(), shard=Shard(0))
-    same_under_delays(rank, make, lambda model, step: token_loss(model, step, rank))
+    make = lambda: parallel.expert_parallel("cuda", "inductor", parallel.Mixture().cuda(), shard=Shard(0))
+    same_under_delays(rank, make, lambda model, step: parallel.token_loss(model, step, rank))
 
 
 TOKENS = 128  # the kernel pads sums to 32 tokens, and torch computes with quarters of a sequence
@@ -54,9 +47,9 @@ TOKENS = 128  # the kernel pads sums to 32 tokens, and torch computes with quart
 
 def one_head():
     """The kernel wants heads whose size 4 divides."""
-    model = Dense().cuda()
+    model = parallel.Dense().cuda()
     for block in model.blocks:
-        block.attention.head = WIDTH
+        block.attention.head = parallel.WIDTH
     return model
 
 
@@ -64,12 +57,12 @@ def one_head():
 @on_gpus(4)
 def test_sequences_that_torch_divides_train_as_whole_ones(rank, world, inner):
     """Rank 0 of "cp" has the first and the last quarter of each sequence, so that both compute as much."""
-    mesh = mesh_of("cuda", dp=2, cp=2)
+    mesh = parallel.mesh_of("cuda", dp=2, cp=2)
     flat = mesh["dp", "cp"]._flatten("dp_cp")
-    reference, model = pair(one_head, lambda model: maybe_compiled(zcompile.shard(model, flat), inner))
+    reference, model = pair(one_head, lambda model: parallel.maybe_compiled(zcompile.shard(model, flat), inner))
     optimizers = [sgd(each.parameters()) for each in (model, reference)]
     for step in range(3):
-        batches = [normal(step, data_rank, 2, TOKENS, WIDTH).cuda() for data_rank in (0, 1)]
+        batches = [normal(step, data_rank, 2, TOKENS, parallel.WIDTH).cuda() for data_rank in (0, 1)]
         (sum(reference(batch).square().mean() for batch in batches) / 2).backward()
         tokens = batches[mesh["dp"].get_local_rank()]
         with (
@@ -85,13 +78,10 @@ def test_sequences_that_torch_divides_train_as_whole_ones(rank, world, inner):
     torch.cuda.synchronize()
 
 
-def make_flex():
-    return nn.Sequential(*(Attention() for _ in range(2))).cuda()
-
-
 @pytest.mark.parametrize("transport", ["c10d", "p2p"])
 @on_gpus(2)
 def test_flex_attention_trains_as_unsharded(rank, world, transport):
     """Under Inductor: torch's own aot_eager has no gradient of what a score function reads, unless it is an input."""
     prepare = functools.partial(sharded_over, transport, inner="inductor")
-    train_beside(rank, world, prepare, make=make_flex, loss=loss_of, tolerance=1e-3)  # products in TF32
+    make = lambda: nn.Sequential(Attention(), Attention()).cuda()
+    train_beside(rank, world, prepare, make=make, loss=loss_of, tolerance=1e-3)  # products in TF32

@@ -12,9 +12,9 @@ from torch import nn
 
 import zcompile
 from tests.support.gpu import Wide, make_transformer
-from tests.support.process import threads
+from tests.support.process import status
 from tests.support.ranks import on_gpus, slow_case
-from tests.support.reference import compiled, lm_loss, same_values
+from tests.support.reference import compiled, finish_step, lm_loss, same_values
 from zcompile.state.sharded_model import state_of
 
 MIB = 1 << 20
@@ -33,9 +33,7 @@ def train(model, steps=3):
     for step in range(steps):
         generator = torch.Generator("cuda").manual_seed(step)
         x = torch.randn(8, model[0].up.in_features, device="cuda", generator=generator)
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        finish_step(optimizer, model(x).square().mean())
 
 
 def rank_makes_many(rank, world, transport, few, many, sizes):
@@ -54,7 +52,7 @@ def rank_makes_many(rank, world, transport, few, many, sizes):
             torch.cuda.empty_cache()
             dist.barrier()
             free, total = torch.cuda.mem_get_info()
-            counts.append((torch.cuda.memory_allocated(), total - free, threads()))
+            counts.append((torch.cuda.memory_allocated(), total - free, status("Threads")))
             dist.barrier()
     return counts
 

@@ -16,7 +16,7 @@ import zcompile
 from tests.support.gpu import DTYPES, SHAPES, Wide, compiled_over, sharded_over
 from tests.support.models import Chain
 from tests.support.ranks import on_gpus
-from tests.support.reference import same_values
+from tests.support.reference import finish_step, same_values
 from tests.support.sharded_ops import check_means, mean_in_order, ops, own_piece, rank_squares_of_reduces, shards
 from zcompile.state.sharded_model import state_of
 
@@ -247,10 +247,8 @@ def test_aliased_params_train_as_copies(rank, world, transport, microbatches, sa
     x = torch.ones(8, 8, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     (x @ x).sum().backward()  # cuBLAS takes memory for good in its first call of each thread
     before = torch.cuda.memory_allocated()
-    (losses, parameters, peak), (c10d_losses, c10d_parameters, _) = (
-        train_wide(rank, name, microbatches, save_for_backward_bytes=save_for_backward_bytes)
-        for name in (transport, "c10d")
-    )
+    train = lambda name: train_wide(rank, name, microbatches, save_for_backward_bytes=save_for_backward_bytes)
+    (losses, parameters, peak), (c10d_losses, c10d_parameters, _) = train(transport), train("c10d")
     assert torch.equal(losses, c10d_losses)
     same_values(parameters, c10d_parameters)
     if (world, microbatches, save_for_backward_bytes) == (2, 1, 0):
@@ -265,9 +263,8 @@ def test_what_is_saved_for_backward_is_aliased(rank, world):
     parameters_by_transport = []
     for transport in ("p2p", "c10d"):
         torch.manual_seed(0)
-        model = compiled_over(
-            transport, nn.Sequential(*(Wide() for _ in range(2))).cuda(), options={"save_for_backward_bytes": 1 << 30}
-        )
+        options = {"save_for_backward_bytes": 1 << 30}
+        model = compiled_over(transport, nn.Sequential(Wide(), Wide()).cuda(), options=options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         saved: list[int] = []
 
@@ -282,9 +279,7 @@ def test_what_is_saved_for_backward_is_aliased(rank, world):
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                 first, second, _ = (model(x).square().mean() for x in xs)
             second.backward()
-            first.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            finish_step(optimizer, first)
         mapped = [address for address in saved if address and not in_allocator(address)]
         assert len(mapped) == (6 if transport == "p2p" else 0)  # two matrices in each of three forwards
         parameters_by_transport.append([parameter.to_local().detach().clone() for parameter in model.parameters()])
@@ -347,9 +342,7 @@ def test_what_a_custom_op_reads_on_a_stream_of_its_own_is_not_aliased(rank, worl
         Aside.cycles = 1_000_000_000 if step == 4 else 0  # 0.5 s or more
         generator = torch.Generator("cuda").manual_seed(10 * step + rank)
         x = torch.randn(64, 2048, device="cuda", generator=generator).requires_grad_()
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        finish_step(optimizer, model(x).square().mean())
     torch.cuda.current_stream().synchronize()
     assert not Aside.stream.query()  # else nothing was read late
     torch.cuda.synchronize()

@@ -9,23 +9,16 @@ import torch
 import torch.distributed as dist
 
 import zcompile
+from tests.support import microbatches as micro
 from tests.support.architectures import VOCABULARY, hugging_face
 from tests.support.deferred import MICROBATCHES, all_close, reference_grads, run
 from tests.support.embedding_rows import rank_rows_like_whole, tables_curve
 from tests.support.gpu import compiled_over, make_transformer, needs_two_gpus, rank_trains_as_over_nccl, sharded_over
-from tests.support.microbatches import (
-    STEPS,
-    UNBUCKETED,
-    accumulate_checked,
-    assert_same_run,
-    separately,
-    train_microbatches,
-)
 from tests.support.mixtures import Experts, MixtureModel, StackedExperts, routed_loss
 from tests.support.models import batch
 from tests.support.packed import Quantized, quantized_loss
 from tests.support.ranks import on_gpus, slow_case
-from tests.support.reference import autocast_loss, compiled, lm_loss, same_values, train_beside
+from tests.support.reference import autocast_loss, compiled, finish_step, lm_loss, same_values, train_beside
 from tests.support.sharded_ops import rank_native_sums
 
 TOLERANCES = {lm_loss: 1e-4, autocast_loss: 6e-2}
@@ -103,12 +96,14 @@ def test_microbatches_gather_once(rank, world, transport):
     """Compared with microbatches over NCCL that do not share."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        apart = train_microbatches(rank, separately, "cuda", "c10d", options=UNBUCKETED)
-        together = train_microbatches(rank, accumulate_checked, "cuda", transport, options=UNBUCKETED)
+        apart = micro.train_microbatches(rank, micro.separately, "cuda", "c10d", options=micro.UNBUCKETED)
+        together = micro.train_microbatches(rank, micro.accumulate_checked, "cuda", transport, options=micro.UNBUCKETED)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert_same_run(together, apart)
-    assert together.gathered_bytes == STEPS * [4 * sum(parameter.numel() for parameter in together.model.parameters())]
+    micro.assert_same_run(together, apart)
+    assert together.gathered_bytes == micro.STEPS * [
+        4 * sum(parameter.numel() for parameter in together.model.parameters())
+    ]
 
 
 @needs_two_gpus
@@ -124,9 +119,8 @@ def test_transport_option_is_obeyed(rank, world):
         assert zcompile.stats(model)["transport_reason"] == "asked for"
     torch._dynamo.reset()
     with pytest.raises(ValueError, match="the model is on cuda"):
-        torch.compile(model, backend="zcompile", options={"transport": "gloo"})(
-            torch.zeros(1, 4, dtype=torch.int64, device="cuda")
-        )
+        tokens = torch.zeros(1, 4, dtype=torch.int64, device="cuda")
+        torch.compile(model, backend="zcompile", options={"transport": "gloo"})(tokens)
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
@@ -150,10 +144,8 @@ def test_rows_equal_whole_matrices(gpus, transport):
 @on_gpus()
 def test_rows_over_transports_agree_bitwise(rank, world, microbatches):
     options = {"device": "cuda", "steps": 5, "microbatches": microbatches}
-    over_p2p, *others = (
-        tables_curve(rank, {"inner": "inductor"}, transport=transport, **options)
-        for transport in ("p2p", "c10d", "delayed p2p")
-    )
+    curve = functools.partial(tables_curve, rank, {"inner": "inductor"}, **options)
+    over_p2p, *others = (curve(transport=transport) for transport in ("p2p", "c10d", "delayed p2p"))
     for other in others:
         same_values(other, over_p2p)
 
@@ -177,10 +169,6 @@ def test_deferred_gradients_are_those_of_the_unsharded_model(rank, world, transp
 TRANSPORTS, INNERS = ("c10d", "p2p", "late c10d", "delayed p2p"), (None, "aot_eager", "inductor")
 
 
-def with_units(transport, model, inner=None):
-    return sharded_over(transport, model, inner, units=[type(model.layers[0].experts)])
-
-
 @pytest.mark.parametrize(
     "world, transport, experts, inner",
     [
@@ -193,7 +181,7 @@ def test_ranks_may_route_and_skip_as_they_like(rank, world, transport, experts, 
     def loss(model, step, rank):
         return routed_loss(model, step, rank, skip_experts=(0, 1) if rank == 1 and step == 2 else ())
 
-    prepare = functools.partial(with_units, transport, inner=inner)
+    prepare = functools.partial(sharded_over, transport, inner=inner, units=[experts])
     train_beside(rank, world, prepare, make=lambda: MixtureModel(experts).cuda(), loss=loss, steps=5, tolerance=1e-4)
     torch.cuda.synchronize()
 
@@ -213,17 +201,14 @@ def test_ranks_stop_when_they_like(rank, world, transport, inner, how):
     for step, lengths in enumerate(((5, 50), (50, 5))):
         arguments = {"max_new_tokens": lengths[rank], "do_sample": False, "pad_token_id": 0, **how}
         with torch.no_grad():
-            for (name, tensor), parameter in zip(
-                zcompile.full_parameters(model), reference.state_dict().values(), strict=True
-            ):
+            parameters = reference.state_dict().values()
+            for (name, tensor), parameter in zip(zcompile.full_parameters(model), parameters, strict=True):
                 assert step > 0 or torch.equal(tensor, parameter), name
                 parameter.copy_(tensor)  # what training changed
         expected = reference.generate(prompt, **arguments, disable_compile=True)
         assert torch.equal(model.generate(prompt, **arguments), expected)
         tokens = batch(step, rank).cuda()
-        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        finish_step(optimizer, model(input_ids=tokens, labels=tokens, use_cache=False).loss)
     torch.cuda.synchronize()
 
 

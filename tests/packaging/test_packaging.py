@@ -100,9 +100,8 @@ def test_an_sdist_has_all_that_a_build_takes(tmp_path):
     with tarfile.open(archive) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
-    needed = [
-        name for name in tracked if name.startswith(("csrc/", "passes/", "tests/", "zcompile", "setup.py", "LICENSE"))
-    ]
+    starts = ("csrc/", "passes/", "tests/", "zcompile", "setup.py", "LICENSE")
+    needed = [name for name in tracked if name.startswith(starts)]
     assert needed and not [name for name in needed if name not in names and name != "zcompile/passes"]
 
 
@@ -119,7 +118,6 @@ def test_make_install_keeps_the_torch_that_pip_knows(tmp_path):
     assert done.stdout == "torch==9.8.7\n"
 
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = Path(torch.__file__).parents[1]
 PROGRAM = """
 import sys
@@ -132,8 +130,7 @@ print([name for name in sys.modules if name.startswith("zcompile")])
 def metadata(folder: Path) -> Path:
     """What an install says of itself, without the code: an editable install whose folder is gone."""
     folder.mkdir()
-    run = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(folder)]
-    subprocess.run(run, cwd=ROOT, check=True, capture_output=True)
+    setup(folder)
     assert (folder / "zcompile.egg-info" / "entry_points.txt").is_file()
     return folder
 

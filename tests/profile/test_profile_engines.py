@@ -15,13 +15,16 @@ import zcompile
 from tests.support.commands import SHORT, results_in
 from tests.support.models import Transformer, batch, loss_of
 from tests.support.ranks import slow, slow_case
+from tests.support.reference import finish_step
 from tests.support.time_limits import scaled
 from zcompile.cli import main
 from zcompile.explanation.workloads import WithLoss
 from zcompile.profile.engine import RATE_STEPS, Training
 from zcompile.profile.engines import find
 
+FAST = ("simplefsdp", "eager+units:offload=moments", "fsdp2:offload=all:gradient_sync=last")
 SLOW = ("zcompile+blocks", "eager+compile", "fsdp2+tuned", "ddp", "eager")
+CASES = [("compiled", 1), *((name, 2) for name in FAST), *(slow_case(name, 2) for name in SLOW)]
 
 
 def model_for(engine):
@@ -46,21 +49,12 @@ def rank_losses(rank, world, engine, stance="force_eager"):
     for step in range(4):
         optimizer.param_groups[0]["lr"] = 1e-2 * (step + 1) / RATE_STEPS
         losses = torch.stack([model(batch(2 * step + i, other)) for other in range(world) for i in range(2)])
-        losses.mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        finish_step(optimizer, losses.mean())
         expected.append(losses[2 * rank :][:2].detach().mean())
     return [[loss.item() for loss in losses] for losses in (ours, expected)] + [trained.settings]
 
 
-@pytest.mark.parametrize(
-    "engine, world",
-    [
-        ("compiled", 1),
-        *((name, 2) for name in ("simplefsdp", "eager+units:offload=moments", "fsdp2:offload=all:gradient_sync=last")),
-        *(slow_case(name, 2) for name in SLOW),
-    ],
-)
+@pytest.mark.parametrize("engine, world", CASES)
 def test_engines_train_as_one_rank_does(ranks, engine, world):
     for losses, expected, _ in ranks(world).run(rank_losses, engine):
         assert losses == pytest.approx(expected, rel=1e-5) and losses[0] != pytest.approx(losses[-1], rel=1e-3)
@@ -82,9 +76,8 @@ def test_one_rank_is_all_that_the_compiled_engine_takes(ranks):
 @slow
 def test_the_example_profiles_a_model_of_ones_own(tmp_path):
     example = Path(__file__).resolve().parents[2] / "examples/profile_own_model.py"
-    run = subprocess.run(
-        [sys.executable, example, *SHORT, "--engines", "eager", "--output", tmp_path], capture_output=True, text=True
-    )
+    command = [sys.executable, example, *SHORT, "--engines", "eager", "--output", tmp_path]
+    run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     losses = results_in(tmp_path)["engines"]["eager"]["losses"]
     assert len(losses) == 5 and all(2.0 < loss < 4.0 for loss in losses)  # ten classes: log(10) and noise
@@ -132,11 +125,8 @@ def test_no_rank_outlives_the_profiler(tmp_path, by):
     profiler = subprocess.Popen([sys.executable, "-m", "zcompile", "profile", *arguments], stdout=subprocess.DEVNULL)
 
     def ranks():
-        return [
-            process
-            for process in psutil.process_iter(["cmdline"])
-            if str(tmp_path) in " ".join(process.info["cmdline"] or []) and process.pid != profiler.pid
-        ]
+        others = (each for each in psutil.process_iter(["cmdline"]) if each.pid != profiler.pid)
+        return [each for each in others if str(tmp_path) in " ".join(each.info["cmdline"] or [])]
 
     wait_for(lambda: len(ranks()) == 2)
     profiler.send_signal(by)

@@ -1,5 +1,6 @@
 """Small models whose modules are blocks: see [Note: blocks] in zcompile/units/blocks.py."""
 
+import functools
 from collections import OrderedDict
 
 import pytest
@@ -18,11 +19,8 @@ def shard_in_blocks(model, *args, **how):
 
 
 # How eager code gathers the linear layers of a model.
-FORMS = {
-    "root block": zcompile.shard,
-    "blocks": shard_in_blocks,
-    "units": lambda model, *args, **how: zcompile.shard(model, *args, units=[nn.Linear], **how),
-}
+FORMS = {"root block": zcompile.shard, "blocks": shard_in_blocks}
+FORMS["units"] = functools.partial(zcompile.shard, units=[nn.Linear])
 
 
 def by_fsdp2(model):

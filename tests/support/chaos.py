@@ -336,9 +336,8 @@ def check(fault, answers, seconds):
         taken = [what[0] for _, what in answers]
         for _, (_, final) in answers:
             for ours, theirs in zip(final, expected(taken), strict=True):
-                assert torch.allclose(torch.tensor(ours), theirs, rtol=1e-4, atol=1e-6), (
-                    f"{fault}: {ours}, not {theirs}"
-                )
+                is_right = torch.allclose(torch.tensor(ours), theirs, rtol=1e-4, atol=1e-6)
+                assert is_right, f"{fault}: {ours}, not {theirs}"
         return "right"
     assert "ok" not in kinds, f"{fault}: {kinds}\n{texts}"
     limit_s = 1.5 * fault.timeout_s + SLACK_S + fault.compile_s

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zcompile
-from tests.support.reference import over
+from tests.support.reference import finish_step, over
 from zcompile import _C
 from zcompile.compiler import inductor
 from zcompile.compiler.cuda_graphs import CapturedCode
@@ -141,9 +141,8 @@ def sharded(device, captured=True, make=Noisy, transport=None, **inductor):
 
 def batches(device, rank):
     """A function: (step, rows) -> a batch of this rank."""
-    return lambda step, rows=4: torch.randn(rows, 16, generator=torch.Generator().manual_seed(99 * step + rank)).to(
-        device
-    )
+    seeded = lambda step: torch.Generator().manual_seed(99 * step + rank)
+    return lambda step, rows=4: torch.randn(rows, 16, generator=seeded(step)).to(device)
 
 
 def counts(model):
@@ -179,13 +178,6 @@ def same_as_uncaptured(device, rank, train, make=Noisy, transport=None, steps=ST
     torch.testing.assert_close(ours[:2], theirs[:2], rtol=0, atol=0, equal_nan=True)
     assert ours[2:] == theirs[2:], (ours[2:], theirs[2:])
     return model
-
-
-def finish_step(optimizer, loss):
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
 
 
 def plain(model, optimizer, batch, step):

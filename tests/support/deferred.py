@@ -22,15 +22,7 @@ def gradients(model):
 
 
 def run(
-    rank,
-    prepare,
-    reduce,
-    steps=2,
-    device="cpu",
-    optimizer=ADAMW,
-    microbatches=MICROBATCHES,
-    make=Transformer,
-    loss_of=lm_loss,
+    rank, prepare, reduce, steps=2, device="cpu", optimizer=ADAMW, count=MICROBATCHES, make=Transformer, loss_of=lm_loss
 ):
     """Losses, gradients of the last step, and what travelled in it."""
     _, model = pair(lambda: make().to(device), prepare)
@@ -40,8 +32,8 @@ def run(
         zcompile.reset_stats(model)
         optimizer.zero_grad()
         with zcompile.accumulate(model, reduce=reduce):
-            for microbatch in range(microbatches):
-                loss = loss_of(model, microbatches * step + microbatch, rank) / microbatches
+            for microbatch in range(count):
+                loss = loss_of(model, count * step + microbatch, rank) / count
                 loss.backward()
                 losses.append(loss.item())
         grads = gradients(model)
@@ -50,16 +42,16 @@ def run(
 
 
 def reference_grads(
-    world, steps=2, device="cpu", optimizer=ADAMW, microbatches=MICROBATCHES, make=Transformer, loss_of=lm_loss
+    world, steps=2, device="cpu", optimizer=ADAMW, count=MICROBATCHES, make=Transformer, loss_of=lm_loss
 ):
     """Of the last step of the unsharded model, which sees the microbatches of all ranks."""
     model, _ = pair(lambda: make().to(device), lambda model: model)
     optimizer = optimizer(model.parameters())
     for step in range(steps):
         optimizer.zero_grad()
-        for microbatch in range(microbatches):
+        for microbatch in range(count):
             for rank in range(world):
-                loss_of(model, microbatches * step + microbatch, rank).div(microbatches * world).backward()
+                loss_of(model, count * step + microbatch, rank).div(count * world).backward()
         grads = gradients(model)
         optimizer.step()
     return grads

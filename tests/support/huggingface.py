@@ -57,9 +57,8 @@ def tokenizer():
     words_to_ids = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
     made = Tokenizer(words_to_ids)
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
 
 
 def history(trainer) -> dict[str, list[float]]:

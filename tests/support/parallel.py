@@ -1,5 +1,7 @@
 """Models spread by tensor, sequence and expert parallelism, for tests of zcompile beside them."""
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed._functional_collectives as funcol
 from torch import nn
@@ -61,26 +63,26 @@ class DenseBlock(nn.Module):
         return x + self.feed(self.norm2(x))
 
 
-class Dense(nn.Module):
-    def __init__(self, blocks: int = 2, hidden: int = HIDDEN):
+class Blocks(nn.Module):
+    def __init__(self, blocks: Iterable[nn.Module]):
         super().__init__()
-        self.enter = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(DenseBlock(hidden) for _ in range(blocks))
+        self.enter, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(blocks)
         self.leave = nn.Linear(WIDTH, 3)
 
-    def forward(self, x):
+    def forward(self, x, *args):
         x = self.enter(x)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, *args)
         return self.leave(x)
 
 
-TENSOR_PLAN = {
-    **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
-    "attention.out": RowwiseParallel(),
-    "feed.up": ColwiseParallel(),
-    "feed.down": RowwiseParallel(),
-}
+class Dense(Blocks):
+    def __init__(self, blocks: int = 2, hidden: int = HIDDEN):
+        super().__init__(DenseBlock(hidden) for _ in range(blocks))
+
+
+TENSOR_PLAN = {name: ColwiseParallel() for name in ("attention.q", "attention.k", "attention.v", "feed.up")}
+TENSOR_PLAN |= {name: RowwiseParallel() for name in ("attention.out", "feed.down")}
 SEQUENCE_PLAN = {
     **TENSOR_PLAN,
     "norm1": SequenceParallel(),
@@ -190,18 +192,9 @@ class MixtureBlock(nn.Module):
         return x + self.experts(tokens, chosen, weights).view_as(x)
 
 
-class Mixture(nn.Module):
+class Mixture(Blocks):
     def __init__(self, blocks: int = 2, sorts: bool = False, experts: int = EXPERTS):
-        super().__init__()
-        self.enter = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(MixtureBlock(sorts, experts) for _ in range(blocks))
-        self.leave = nn.Linear(WIDTH, 3)
-
-    def forward(self, x, only=None):
-        x = self.enter(x)
-        for block in self.blocks:
-            x = block(x, only)
-        return self.leave(x)
+        super().__init__(MixtureBlock(sorts, experts) for _ in range(blocks))
 
 
 def spread_experts(model: Mixture, mesh: DeviceMesh) -> Mixture:
@@ -266,13 +259,8 @@ def deepseek_v3(dp: int, tp: int, ep: int) -> nn.Module:
     shared experts, and the vocabulary; `ep` of them the routed experts, to which each one sends a part of the tokens.
     """
     mesh, model = mesh_of("cpu", efsdp=dp * tp // ep, outer=ep // tp, tp=tp), hugging_face("deepseek_v3")
-    parts = PrepareModuleInputOutput(
-        input_layouts=(Replicate(),) * 3,
-        desired_input_layouts=(Shard(0),) * 3,
-        use_local_input=True,
-        output_layouts=Shard(0),
-        desired_output_layouts=Replicate(),
-    )
+    inputs = {"input_layouts": (Replicate(),) * 3, "desired_input_layouts": (Shard(0),) * 3, "use_local_input": True}
+    parts = PrepareModuleInputOutput(**inputs, output_layouts=Shard(0), desired_output_layouts=Replicate())
     plan = {name: ColwiseParallel() for name in ("self_attn.q_b_proj", "self_attn.kv_b_proj")}
     plan["self_attn.o_proj"] = RowwiseParallel()
     for layer in model.model.layers:

@@ -14,9 +14,8 @@ pytest.importorskip("transformers", "5.20")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 tokens_loss = loss_of("causal")
-llama, neox, qwen, oss, deepseek = (
-    functools.partial(small, "causal", kind) for kind in ("llama", "gpt_neox", "qwen3_moe", "gpt_oss", "deepseek_v3")
-)
+KINDS = ("llama", "gpt_neox", "qwen3_moe", "gpt_oss", "deepseek_v3")
+llama, neox, qwen, oss, deepseek = (functools.partial(small, "causal", kind) for kind in KINDS)
 
 
 def filled(make) -> nn.Module:

@@ -12,14 +12,6 @@ def status(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
-def rss_bytes() -> int:
-    return 1024 * status("VmRSS")
-
-
-def threads() -> int:
-    return status("Threads")
-
-
 @contextlib.contextmanager
 def no_collector() -> Iterator[None]:
     """Collect garbage, then turn the collector off: a value is freed when its last reference goes, or never."""

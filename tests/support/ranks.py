@@ -155,9 +155,8 @@ def _serve(rank: int, world: int, backend: str, port: int, pipe, environment: di
     if host is not None:
         host.enter()
         master, port = host.master, host.port
-    os.environ.update(
-        MASTER_ADDR=master, MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank)
-    )
+    os.environ.update(MASTER_ADDR=master, MASTER_PORT=str(port))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     mp.set_start_method("fork", force=True)  # the default of a program
     torch.set_num_threads(1)
     faulthandler.enable()  # says where a rank crashed

@@ -1,6 +1,7 @@
 """Ways in which a forward reads its parameters."""
 
 import copy
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 6
+recomputed = functools.partial(checkpoint, use_reentrant=False)
 RECURRENT = "torch's recurrent layer"  # on which Dynamo breaks the graph, also where nothing calls it
 
 
@@ -102,9 +104,7 @@ WAYS = {
     "parameters() of a submodule": lambda m, x: squares(m.a.parameters()),
     "parameters() without submodules": lambda m, x: squares(m.parameters(recurse=False)),
     "named_parameters()": lambda m, x: squares(p for n, p in m.named_parameters("model") if "weight" in n),
-    "named_parameters() with duplicates": lambda m, x: squares(
-        p for _, p in m.named_parameters(remove_duplicate=False)
-    ),
+    "named_parameters() with ties": lambda m, x: squares(p for _, p in m.named_parameters(remove_duplicate=False)),
     "get_parameter": lambda m, x: F.linear(x, m.get_parameter("a.weight")).square().mean(),
     "_parameters": lambda m, x: (x @ m._parameters["w"]).square().mean(),
     "_parameters, by get": lambda m, x: F.linear(x, m.a._parameters.get("weight"), m.a._parameters.get("other")).mean(),
@@ -130,13 +130,11 @@ WAYS = {
     "functional_call inside of another": inside_of_another,
     "functional_call with own parameters": lambda m, x: functional_call(m.a, dict(m.a.named_parameters()), x).mean(),
     "functional_call under vmap": ensemble,
-    "a checkpoint": lambda m, x: checkpoint(lambda y: (y @ m.w).square().mean(), x, use_reentrant=False),
+    "a checkpoint": lambda m, x: recomputed(lambda y: (y @ m.w).square().mean(), x),
     "a reentrant checkpoint": lambda m, x: checkpoint(  # of an input that has a gradient, as it needs
         lambda y: (y @ m.w).square().mean(), x + 0 * m.w.sum(), use_reentrant=True
     ),
-    "a checkpoint of parameters()": lambda m, x: checkpoint(
-        lambda y: y.mean() * squares(m.parameters()), x, use_reentrant=False
-    ),
+    "a checkpoint of parameters()": lambda m, x: recomputed(lambda y: y.mean() * squares(m.parameters()), x),
     "autograd.grad": by_autograd,
     "vmap over a weight": lambda m, x: vmap(lambda row: (x * row).sum())(m.w).square().mean(),
     "vmap of a submodule": lambda m, x: vmap(lambda v: m.a(v).sum())(x).mean(),

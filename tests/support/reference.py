@@ -17,6 +17,8 @@ ROUNDING = 2e-7  # of a gradient that is zero but for rounding, as of a bias bef
 # Rounding is below RIGHT, another result's values are above WRONG: tests must not take one for the other.
 RIGHT, WRONG = 1e-5, 1e-2
 
+Optimizer = torch.optim.Optimizer
+Make, Prepare = Callable[[], nn.Module], Callable[[nn.Module], nn.Module]
 Loss = Callable[[nn.Module, int, int], torch.Tensor]  # (model, step, rank) -> loss of that rank at that step
 
 
@@ -99,22 +101,23 @@ def same_values(ours: nn.Module | Mapping | Iterable, theirs: nn.Module | Mappin
         assert value.dtype == other.dtype and torch.equal(full(value.detach()), full(other.detach())), name
 
 
-def losses_of(
-    model: nn.Module, loss: Loss, rank: int, steps: int, optimizer: torch.optim.Optimizer | None = None
-) -> torch.Tensor:
+def finish_step(optimizer: Optimizer, loss: torch.Tensor) -> torch.Tensor:
+    """Backward of `loss`, then a step, after which no gradients are left. Returns the loss, detached."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def losses_of(model: nn.Module, loss: Loss, rank: int, steps: int, optimizer: Optimizer | None = None) -> torch.Tensor:
     """Losses of steps of an optimizer, by default of `sgd`: [steps]."""
     optimizer, losses = optimizer or sgd(model.parameters()), []
     for step in range(steps):
-        losses.append(loss(model, step, rank))
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return torch.stack(losses).detach()
+        losses.append(finish_step(optimizer, loss(model, step, rank)))
+    return torch.stack(losses)
 
 
-def pair(
-    make: Callable[[], nn.Module], prepare: Callable[[nn.Module], nn.Module] = compiled
-) -> tuple[nn.Module, nn.Module]:
+def pair(make: Make, prepare: Prepare = compiled) -> tuple[nn.Module, nn.Module]:
     """`make()` as it is, and prepared; both have the same values."""
     models = []
     for _ in range(2):  # and no copy: there are models that cannot be copied
@@ -162,9 +165,8 @@ def same_bits(models: Sequence[nn.Module], loss: Loss, rank: int, steps: int = 5
             optimizer.zero_grad()
 
 
-def clipped_steps(
-    model: nn.Module, loss: Loss, rank: int, max_norm: float, steps: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def clipped_steps(model: nn.Module, loss: Loss, rank: int, max_norm: float, steps: int) -> Iterator[tuple]:
+    """Loss and norm of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     for step in range(steps):
         value = loss(model, step, rank)
@@ -175,7 +177,7 @@ def clipped_steps(
         yield value.detach(), norm
 
 
-def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
     """Momentum makes each step depend on those before."""
     return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
 
@@ -183,9 +185,9 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def train_beside(
     rank: int,
     world: int,
-    prepare: Callable[[nn.Module], nn.Module] = compiled,
+    prepare: Prepare = compiled,
     *,
-    make: Callable[[], nn.Module] = Transformer,
+    make: Make = Transformer,
     loss: Loss = lm_loss,
     steps: int = 4,
     microbatches: int = 1,
@@ -193,7 +195,7 @@ def train_beside(
     loss_tolerance: float | None = None,
     parameter_tolerance: float | None = None,
     divisor: float = 0,
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = sgd,
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = sgd,
     before_step: Callable[[nn.Module, nn.Module], None] = lambda model, reference: None,
     after_step: Callable[[nn.Module, nn.Module, int], None] = lambda model, reference, step: None,
 ) -> nn.Module:

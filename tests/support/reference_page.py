@@ -70,11 +70,7 @@ def counts() -> str:
 
 def option_entries() -> str:
     """Name, default and docstring of each field of Settings."""
-    (settings,) = (
-        node
-        for node in ast.parse(inspect.getsource(options)).body
-        if isinstance(node, ast.ClassDef) and node.name == "Settings"
-    )
+    (settings,) = ast.parse(inspect.getsource(options.Settings)).body
     entries = []
     for field, text in zip(settings.body, settings.body[1:], strict=False):
         if not isinstance(field, ast.AnnAssign) or not isinstance(text, ast.Expr):

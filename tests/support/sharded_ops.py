@@ -41,11 +41,8 @@ def mean_in_order(grads, dtype=torch.float32):
 
 def check_means(device):
     """`_C.mean` against the same arithmetic op by op, for lengths that end inside of what a block reads at once."""
-    for dtype, out_dtype in (
-        (torch.bfloat16, torch.float32),
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-    ):
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for dtype, out_dtype in ((bf16, fp32), (fp32, fp32), (bf16, bf16)):
         for numel in (5, 4096, 100_003):
             rows = [torch.randn(numel, device=device).to(dtype) for _ in range(3)]
             base = torch.randn(numel, device=device).to(out_dtype)

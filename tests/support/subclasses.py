@@ -7,6 +7,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_map_only
 
 from tests.support.blocks import shard_in_blocks
+from tests.support.compiling import OPTIONS
 from tests.support.reference import losses_of
 
 aten = torch.ops.aten
@@ -206,8 +207,6 @@ def plain(parameter):
 # How the layers of a model, or the model, are compiled.
 COMPILED = {
     "layers": lambda model, **how: [layer.compile(backend="aot_eager", fullgraph=True) for layer in model],
-    "layers, planned": lambda model: [
-        layer.compile(backend="zcompile", options={"inner": "aot_eager"}, fullgraph=True) for layer in model
-    ],
-    "model": lambda model: model.compile(backend="zcompile", options={"inner": "aot_eager"}),
+    "layers, planned": lambda model: [layer.compile(**OPTIONS, fullgraph=True) for layer in model],
+    "model": lambda model: model.compile(**OPTIONS),
 }

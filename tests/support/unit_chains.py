@@ -96,13 +96,12 @@ class ShapesAndDtypes(Part):
         return (x * self.in_double.sum() + self.in_bf16.float().sum()).float()
 
 
+padded = lambda: nn.Embedding(9, WIDTH, padding_idx=2)
 KINDS = {
     "shapes and dtypes": ShapesAndDtypes,
     "complex": lambda: By(as_complex),
     "calls of itself": lambda: By(lambda part, x, depth=2: x if depth == 0 else part(Part.forward(part, x), depth - 1)),
     "sparse": lambda: By(lambda part, x: torch.sparse.mm(torch.eye(len(x)).to_sparse(), (x @ part.a).tanh()) @ part.b),
-    "padding": lambda: By(
-        lambda part, x: Part.forward(part, x) + part.inner(x.argmax(-1)), lambda: nn.Embedding(9, WIDTH, padding_idx=2)
-    ),
+    "padding": lambda: By(lambda part, x: Part.forward(part, x) + part.inner(x.argmax(-1)), padded),
     "a norm": lambda: By(lambda part, x: Part.forward(part, part.inner(x)), lambda: nn.BatchNorm1d(WIDTH).eval()),
 }
