@@ -43,9 +43,7 @@ def test_what_was_written_is_read(tmp_path):
     assert (artifact.fingerprint, artifact.facts, artifact.parts) == (FINGERPRINT, FACTS, PARTS)
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"\x80\x04N.", b"zcompile artifact 9\n" + DATA[len(MAGIC) :], b"PK\x03\x04" * 99]
-)
+@pytest.mark.parametrize("data", [b"", b"\x80\x04N.", b"zcompile artifact 9\n" + DATA[len(MAGIC) :], b"PK\x03\x04" * 9])
 def test_foreign_bytes_are_refused(data):
     with pytest.raises(ArtifactError, match=r"model\.zc is not an artifact"):
         decode(data, "model.zc")
@@ -257,6 +255,9 @@ def edited_forward(model):
 
 
 TOKENS = tokens_of(0, 0)
+INPUTS = [((), {"tokens": TOKENS}), ((TOKENS, 1), {}), ((TOKENS, 2), {}), ((TOKENS, "text"), {})]
+INPUTS += [((other,), {}) for other in (tokens_of(0, 0, length=5), TOKENS.int(), TOKENS.t().contiguous().t())]
+dynamo, inductor = torch._dynamo.config, torch._inductor.config
 CASES = {
     "torch": {"change": lambda model: patch(torch, "__version__", "2.99")},
     "python": {"change": lambda model: patch(platform, "python_version", lambda: "3.99.0")},
@@ -267,12 +268,8 @@ CASES = {
     "threads": {"change": lambda model: patch(torch, "get_num_threads", lambda: 77)},
     "mode": {"mode": "max-autotune-no-cudagraphs"},
     "inductor": {"settings": dataclasses.replace(BASE, inductor={"size_asserts": False})},
-    "torch._inductor.config.epilogue_fusion": {
-        "change": lambda model: torch._inductor.config.patch(epilogue_fusion=False)
-    },
-    "torch._dynamo.config.assume_static_by_default": {
-        "change": lambda model: torch._dynamo.config.patch(assume_static_by_default=False)
-    },
+    "torch._inductor.config.epilogue_fusion": {"change": lambda model: inductor.patch(epilogue_fusion=False)},
+    "torch._dynamo.config.assume_static_by_default": {"change": lambda _: dynamo.patch(assume_static_by_default=False)},
     "shard": {"reduce_dtype": torch.bfloat16},
     "modules": {"change": edited_forward},
     "parameters": {"change": lambda model: model.down.weight.requires_grad_(False)},
@@ -312,18 +309,7 @@ def test_a_difference_is_among_those_named(base, field, how):
     assert field in {line.partition(":")[0] for line in differences(base, taken(**how))}
 
 
-@pytest.mark.parametrize(
-    "args, kwargs",
-    [
-        ((tokens_of(0, 0, length=5),), {}),
-        ((TOKENS.int(),), {}),
-        ((TOKENS.t().contiguous().t(),), {}),
-        ((), {"tokens": TOKENS}),
-        ((TOKENS, 1), {}),
-        ((TOKENS, 2), {}),
-        ((TOKENS, "text"), {}),
-    ],
-)
+@pytest.mark.parametrize("args, kwargs", INPUTS)
 def test_other_inputs_are_named(base, args, kwargs):
     (line,) = differences(base, taken(args=args, kwargs=kwargs))
     assert line.startswith("inputs: made for Tensor [2, 4] stride [4, 1] torch.int64 cpu requires_grad=False")
@@ -356,16 +342,14 @@ def test_every_field_has_a_test_that_a_change_of_it_is_named(base):
     assert {name for name in base if "torch._" not in name} == {name for name in CASES if "_" not in name} | others
 
 
-@pytest.mark.parametrize(
-    "name, value", [("get_device_name", "B200"), ("get_device_capability", 9), ("current_device", 5)]
-)
-def test_another_gpu_is_named_and_another_number_of_it_only_for_code_that_has_it(name, value):
+@pytest.mark.parametrize("name, to", [("get_device_name", "B200"), ("get_device_capability", 9), ("current_device", 5)])
+def test_another_gpu_is_named_and_another_number_of_it_only_for_code_that_has_it(name, to):
     def taken(**values):
         gpu = {"get_device_name": "H100", "get_device_capability": 8, "current_device": 0} | values
         with mock.patch.multiple(torch.cuda, **{name: lambda value=value: (value, 0) for name, value in gpu.items()}):
             return module.machine("cuda")
 
-    made, here, field = taken(), taken(**{name: value}), module.NUMBER if name == "current_device" else "device"
+    made, here, field = taken(), taken(**{name: to}), module.NUMBER if name == "current_device" else "device"
     (line,) = differences(made, here)
     assert line.startswith(f"{field}: made for ")
     del made[module.NUMBER]

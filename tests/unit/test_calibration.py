@@ -93,9 +93,8 @@ def test_a_slower_wire_replaces_that_of_its_transport_and_ranks_alone():
     wire = measured().wires[0]
     slow = replace(wire, gather=tuple((nbytes, 8 * seconds) for nbytes, seconds in wire.gather))
     table = merged(H200, measured(wires=(slow,)))
-    assert table.over("nccl", 2).gather_s(128 << 20) == pytest.approx(
-        8 * H200.over("nccl", 2).gather_s(128 << 20), rel=0.05
-    )
+    found, whole = (each.over("nccl", 2).gather_s(128 << 20) for each in (table, H200))
+    assert found == pytest.approx(8 * whole, rel=0.05)
     for transport, world in (("nccl", 8), ("p2p", 2)):
         assert table.over(transport, world).wire == H200.over(transport, world).wire
     assert [each.transport for each in table.wires] == [each.transport for each in H200.wires]
@@ -175,14 +174,9 @@ def test_a_cpu_without_figures_of_its_own_keeps_its_table():
 GIB = 1 << 30
 
 
-def make_files(root, files):
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-
 V1 = "sys/fs/cgroup/memory"
+IN_STEP = {"proc/self/cgroup": "0::/job/step\n", "sys/fs/cgroup/job/step/memory.max": "max\n"}
+IN_DOCKER = "12:cpuset:/\n4:cpu,memory:/docker/abc\n1:name=systemd:/\n"  # a container sees its own group as the root
 
 
 @pytest.mark.parametrize(
@@ -191,27 +185,16 @@ V1 = "sys/fs/cgroup/memory"
         ({}, []),
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"}, []),
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{GIB}\n"}, [GIB]),
-        (
-            {
-                "proc/self/cgroup": "0::/job/step\n",
-                "sys/fs/cgroup/job/step/memory.max": "max\n",
-                "sys/fs/cgroup/job/memory.max": f"{3 * GIB}\n",
-            },
-            [3 * GIB],
-        ),
-        (
-            {
-                "proc/self/cgroup": "12:cpuset:/\n4:cpu,memory:/docker/abc\n1:name=systemd:/\n",
-                f"{V1}/memory.limit_in_bytes": f"{2 * GIB}\n",  # as a container sees its own group
-            },
-            [2 * GIB],
-        ),
+        (IN_STEP | {"sys/fs/cgroup/job/memory.max": f"{3 * GIB}\n"}, [3 * GIB]),
+        ({"proc/self/cgroup": IN_DOCKER, f"{V1}/memory.limit_in_bytes": f"{2 * GIB}\n"}, [2 * GIB]),
         ({"proc/self/cgroup": "4:memory:/\n", f"{V1}/memory.limit_in_bytes": "9223372036854771712\n"}, [2**63 - 4096]),
     ],
     ids=["no groups", "v2 without limit", "v2", "v2 of a parent", "v1 in a container", "v1 without limit"],
 )
 def test_limits_of_control_groups_are_found(tmp_path, files, limits):
-    make_files(tmp_path, files)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     assert cgroup_limits(tmp_path) == limits
 
 

@@ -27,15 +27,9 @@ aten = torch.ops.aten
 bf16, fp32, int64, int8, fp8 = torch.bfloat16, torch.float32, torch.int64, torch.int8, torch.float8_e4m3fn
 
 # A second is 1e12 operations of bf16, 0.5e12 of fp32, 2e12 of fp8 and int8, and 1e9 bytes; a kernel takes 1 us.
-MACHINE = replace(
-    CPU,
-    matmul_flops_s=((bf16, 1e12), (fp32, 0.5e12), (fp8, 2e12), (int8, 2e12)),
-    attention_flops_s=1e12,
-    bytes_s=1e9,
-    kernel_s=1e-6,
-    grouped_share=0.5,
-    attention_varies=True,
-)
+FLOPS_S = ((bf16, 1e12), (fp32, 0.5e12), (fp8, 2e12), (int8, 2e12))
+MACHINE = replace(CPU, matmul_flops_s=FLOPS_S, attention_flops_s=1e12, bytes_s=1e9, kernel_s=1e-6)
+MACHINE = replace(MACHINE, grouped_share=0.5, attention_varies=True)
 TINY_BYTES = replace(MACHINE, bytes_s=1e30)  # so that operations decide
 OPERATIONS = replace(TINY_BYTES, kernel_s=0.0)  # and nothing else
 KERNEL_S = 1e-6
@@ -292,9 +286,8 @@ def test_a_triton_kernel_counts_its_tensors_or_what_was_registered(clean_registr
     op = torch.ops.higher_order.triton_kernel_wrapper_functional
     given, costs = call(op, **kwargs, out={"out": out})
     assert given == pytest.approx(2 * 4096 * 2 / 1e9) and len(costs.without_formula) == 1
-    zcompile.register_cost(
-        kernel, lambda x, out, n, grid: zcompile.Work(flops=n * grid[0], dtype=x.dtype, nbytes=0), version="2"
-    )
+    work_of = lambda x, out, n, grid: zcompile.Work(flops=n * grid[0], dtype=x.dtype, nbytes=0)
+    zcompile.register_cost(kernel, work_of, version="2")
     given, costs = call(op, **kwargs, out={"out": out}, hardware=OPERATIONS)
     assert given == pytest.approx(4096 * 32 / 1e12) and not costs.without_formula
 
@@ -404,11 +397,9 @@ def test_operations_of_attention_are_those_of_its_products():
         return forward.get_total_flops(), backward.get_total_flops()
 
     def step(query, key, value, causal):
-        out, rest = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
-        grad = torch.ones_like(out)
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, out, rest, 0.0, causal
-        )
+        out, rest = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
+        given = torch.ones_like(out), query, key, value, out, rest, 0.0, causal
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(*given)
 
     forward, backward = counted(plain)
     scores = forward // 2

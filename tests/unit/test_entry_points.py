@@ -26,29 +26,23 @@ def test_backend_is_found_without_an_import():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+LIMIT, BUDGET = "'memory_limit' must be a number of bytes, or a size such as '70GiB'", "activation_memory_budget"
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
         ({"iner": "aot_eager"}, "unknown option 'iner'; known options are inner, inductor"),
         ({"inner": "fast"}, "'inner' must be"),
         ({"inductor": {"shape_padding": True}}, "differ between ranks"),
-        (
-            {"inductor": {"max_autotun": True, "cpp.threads": 1}},
-            "'inductor' has 'max_autotun', which Inductor does not know",
-        ),
+        ({"inductor": {"max_autotun": True, "cpp.threads": 1}}, "has 'max_autotun', which Inductor does not know"),
         ({"transport": "rdma"}, "'transport' must be one of auto, p2p, nccl, gloo, not 'rdma'"),
         ({"reduce_budget_bytes": -1}, "'reduce_budget_bytes' must be a whole number of bytes"),
+        *(({BUDGET: each}, f"'{BUDGET}' must be a number from") for each in (1.5, -0.1, True, "half")),
+        *(({"memory_limit": each}, LIMIT) for each in ("much", "70 GiBit", 0, True, 1.5)),
         *(
-            ({"activation_memory_budget": budget}, "'activation_memory_budget' must be a number from")
-            for budget in (1.5, -0.1, True, "half")
-        ),
-        *(
-            ({"memory_limit": limit}, "'memory_limit' must be a number of bytes, or a size such as '70GiB'")
-            for limit in ("much", "70 GiBit", 0, True, 1.5)
-        ),
-        *(
-            ({"skip_passes": names}, "'skip_passes' must be a list of narrow_gathers")
-            for names in (["dedup_gathers"], "sink_gathers", 3)
+            ({"skip_passes": each}, "must be a list of narrow_gathers")
+            for each in (["dedup_gathers"], "sink_gathers", 3)
         ),
     ],
 )

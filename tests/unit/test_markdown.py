@@ -85,7 +85,7 @@ def test_blocks_are_found_with_their_headings(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     page = tmp_path / "page.md"
     page.write_text(
-        "# A\n\n```\nno\n```\n\n## B\n\n- in a list:\n\n  ~~~sh\n  # no heading\n  ```\n  ~~~\n\n````py\n```\n````\n"
+        "# A\n\n```\nno\n```\n\n## B\n\n- a list:\n\n  ~~~sh\n  # no heading\n  ```\n  ~~~\n\n````py\n```\n````\n"
     )
     found = [(block.heading, block.language, block.text) for block in pages.blocks_of("page.md")]
     assert found == [("A", "", "no\n"), ("B", "sh", "  # no heading\n  ```\n"), ("B", "py", "```\n")]

@@ -266,11 +266,8 @@ class Program:
                     rank.used.add(shard)
             elif what == "wait":
                 self.finish(shard, in_flight[shard])
-                readers += [
-                    (time + self.generator.choice((0, 1, 2.5)), rank, shard)
-                    for rank in self.ranks
-                    if shard in rank.used
-                ]
+                users = [rank for rank in self.ranks if shard in rank.used]
+                readers += [(time + self.generator.choice((0, 1, 2.5)), rank, shard) for rank in users]
             else:
                 self.reduce(shard)
             if unexpected and self.generator.random() < 0.7:
@@ -328,10 +325,6 @@ def test_gradients_lie_where_nobody_reads(surprises):
 COUNT = 32
 
 
-def many_shards():
-    return _C.GradPlacement([(512 * i, 512 * (i + 1)) for i in range(COUNT)], 512 * COUNT)
-
-
 def backward_from_the_end(placement, until=0):
     """Each parameter is gathered, read and reduced before the one in front of it; how many gradients got a place."""
     placed = 0
@@ -346,7 +339,8 @@ def backward_from_the_end(placement, until=0):
 
 def test_a_backward_that_raised_is_forgotten():
     """Ranks that raised at different places learn the same from the next. Half of the gradients, twice as wide, fit."""
-    ranks = [many_shards() for _ in range(3)]
+    shards = [(512 * i, 512 * (i + 1)) for i in range(COUNT)]
+    ranks = [_C.GradPlacement(shards, 512 * COUNT) for _ in range(3)]
     for step in range(4):
         for rank, until in zip(ranks, (COUNT // 2, COUNT // 3, COUNT), strict=True):
             rank.refresh()
@@ -468,13 +462,8 @@ def test_gradients_over_the_places_of_others_step_in_turn():
     numel = 1 << 18
     place = lambda i: (i * 2 * numel, (i + 1) * 2 * numel)
     elsewhere, over_first_two, over_last_two = (0, 0), (0, 4 * numel), (4 * numel, 8 * numel)
-    items = [
-        (numel, elsewhere, place(0)),
-        (numel, over_first_two, place(4)),
-        (numel, elsewhere, place(1)),
-        (numel, over_last_two, place(5)),
-    ]
-    rounds, casts, is_copied = _C.adam_schedule([*items, (numel, elsewhere, place(3))], [])
+    lie = (elsewhere, 0), (over_first_two, 4), (elsewhere, 1), (over_last_two, 5), (elsewhere, 3)
+    rounds, casts, is_copied = _C.adam_schedule([(numel, span, place(i)) for span, i in lie], [])
     assert casts == [] and all(is_copied)
     assert [sorted(part[0] for part in parts) for parts in rounds] == [[1, 3], [0, 2, 4]]
 

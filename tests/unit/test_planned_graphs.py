@@ -19,22 +19,8 @@ from zcompile.costs.model import Costs
 from zcompile.explanation.command import install_trace_readers
 from zcompile.explanation.trace import copied, trace
 from zcompile.explanation.workloads import Workload
+from zcompile.graph import ops
 from zcompile.graph.liveness import Liveness
-from zcompile.graph.ops import (
-    GATHER,
-    GATHER_CACHED_START,
-    GATHER_GROUP_START,
-    GATHER_START,
-    GATHER_WAIT,
-    aten,
-    calls,
-    chain,
-    insert,
-    is_movement,
-    readers,
-    shape_hint,
-    value,
-)
 from zcompile.graph.param_lifetimes import ParamLifetimes
 from zcompile.options import Settings
 from zcompile.passes import pipeline
@@ -45,9 +31,9 @@ from zcompile.passes.free import free
 def test_a_plan_gives_readers_no_new_storage(traced):
     """Else Inductor would infer again all that reads a gathered parameter, and all that comes after it."""
     for captured in traced:
-        before = {value(gather).untyped_storage()._cdata for gather in calls(captured.graph, GATHER)}
-        waits = calls(planned(captured.graph, Settings().plan(LINK, FREE_BYTES)), GATHER_WAIT)
-        assert waits and {value(wait).untyped_storage()._cdata for wait in waits} <= before
+        before = {ops.value(gather).untyped_storage()._cdata for gather in ops.calls(captured.graph, ops.GATHER)}
+        waits = ops.calls(planned(captured.graph, Settings().plan(LINK, FREE_BYTES)), ops.GATHER_WAIT)
+        assert waits and {ops.value(wait).untyped_storage()._cdata for wait in waits} <= before
 
 
 def test_dtypes_that_alternate_travel_as_two_buckets():
@@ -57,15 +43,16 @@ def test_dtypes_that_alternate_travel_as_two_buckets():
     for shard in shards:
         shard.meta["val"] = mode.from_tensor(torch.empty(4, 8))
     output = graph.output(())
+    dtypes = [torch.float32, torch.bfloat16] * 3
     starts = [
-        insert(graph, output, GATHER_START, shard, [8, 8], torch.bfloat16 if i % 2 else torch.float32, like=shard)
-        for i, shard in enumerate(shards)
+        ops.insert(graph, output, ops.GATHER_START, shard, [8, 8], dtype, like=shard)
+        for shard, dtype in zip(shards, dtypes)
     ]
-    output.args = (tuple(insert(graph, output, GATHER_WAIT, start, like=start) for start in starts),)
+    output.args = (tuple(ops.insert(graph, output, ops.GATHER_WAIT, start, like=start) for start in starts),)
     pipeline.run_passes(graph, [functools.partial(bucket, gather_bytes=1 << 20, reduce_bytes=0)])
-    groups = calls(graph, GATHER_GROUP_START)
-    assert [group.args[0] for group in groups] == [shards[::2], shards[1::2]] and not calls(graph, GATHER_START)
-    gathered = [wait.meta["val"].dtype for wait in calls(graph, GATHER_WAIT)]
+    groups = ops.calls(graph, ops.GATHER_GROUP_START)
+    assert [group.args[0] for group in groups] == [shards[::2], shards[1::2]] and not ops.calls(graph, ops.GATHER_START)
+    gathered = [wait.meta["val"].dtype for wait in ops.calls(graph, ops.GATHER_WAIT)]
     assert gathered == 3 * [torch.float32, torch.bfloat16]
 
 
@@ -105,7 +92,7 @@ class TwoProducts(nn.Module):
     "read, in_torch_memory",
     [
         (torch.matmul, False),
-        (lambda x, weight: x + custom_product(x.detach(), weight.detach()), True),
+        (lambda x, w: x + custom_product(x.detach(), w.detach()), True),
         (CustomBackward.apply, True),
     ],
     ids=["matmul", "forward", "backward"],
@@ -119,8 +106,8 @@ def test_a_parameter_that_a_custom_op_reads_is_in_memory_of_torch(read, in_torch
         install_trace_readers(Workload(model, None, None), torch.float32)
         traced = trace(lambda: model(torch.zeros(16, 16, requires_grad=True)), plan, lambda leaf: None)
     in_torch, elsewhere = (
-        {start.args[0].name for captured in traced for start in calls(planned(captured.graph, plan), target)}
-        for target in (GATHER_START, GATHER_CACHED_START)
+        {start.args[0].name for captured in traced for start in ops.calls(planned(captured.graph, plan), target)}
+        for target in (ops.GATHER_START, ops.GATHER_CACHED_START)
     )
     assert (len(in_torch), len(elsewhere)) == ((1, 1) if in_torch_memory else (0, 2))
 
@@ -235,8 +222,9 @@ def test_tokens_of_an_expert_are_an_equal_part_of_all_that_were_routed(tokens_of
 
     inputs = torch.randn(TOKENS, WIDTH), torch.randn(WIDTH, EXPERTS), torch.randn(EXPERTS, WIDTH, WIDTH)
     graph = planned_graph(experts, *inputs)
-    products = [node for node in calls(graph, aten.mm.default) if value(node).shape[1] == WIDTH]
-    assert [tuple(shape_hint(value(node))) for node in products] == [(TOKENS * TOP_K // EXPERTS, WIDTH)] * EXPERTS
+    products = [node for node in ops.calls(graph, ops.aten.mm.default) if ops.value(node).shape[1] == WIDTH]
+    rows = TOKENS * TOP_K // EXPERTS
+    assert [tuple(ops.shape_hint(ops.value(node))) for node in products] == [(rows, WIDTH)] * EXPERTS
 
 
 def test_parts_of_a_split_are_equal():
@@ -247,26 +235,26 @@ def test_parts_of_a_split_are_equal():
         return [part * 2 for part in x.split([first, second])]
 
     graph = planned_graph(parts, torch.randn(TOKENS, WIDTH), torch.tensor([10, TOKENS - 10]))
-    (split,) = calls(graph, aten.split_with_sizes.default)
-    assert [tuple(shape_hint(part)) for part in split.meta["val"]] == [(TOKENS // 2, WIDTH)] * 2
+    (split,) = ops.calls(graph, ops.aten.split_with_sizes.default)
+    assert [tuple(ops.shape_hint(part)) for part in split.meta["val"]] == [(TOKENS // 2, WIDTH)] * 2
 
 
 def test_what_nothing_is_known_of_is_as_large_as_it_can_be():
     graph = planned_graph(lambda x: torch.nonzero(x > 0) + 1, torch.randn(TOKENS, WIDTH))
-    (found,) = calls(graph, aten.nonzero.default)
-    assert tuple(shape_hint(value(found))) == (TOKENS * WIDTH, 2)
+    (found,) = ops.calls(graph, ops.aten.nonzero.default)
+    assert tuple(ops.shape_hint(ops.value(found))) == (TOKENS * WIDTH, 2)
 
 
 def origin(node):
     """The node whose value `node` is a view or a cast of."""
-    return origin(node.args[0]) if node.args and is_movement(node, node.args[0]) else node
+    return origin(node.args[0]) if node.args and ops.is_movement(node, node.args[0]) else node
 
 
 def planned_products(graph, skipped):
     """The place of each node; products that read unsharded parameters, by gradient; other products of gradients."""
     result = planned(graph, Settings(skip_passes=skipped).plan(LINK, FREE_BYTES))
-    unsharded = {link for wait in calls(result, GATHER_WAIT) for link in chain(wait)}
-    products = calls(result, aten.mm.default)
+    unsharded = {link for wait in ops.calls(result, ops.GATHER_WAIT) for link in ops.chain(wait)}
+    products = ops.calls(result, ops.aten.mm.default)
     dgrads = {origin(product.args[0]): product for product in products if product.args[1] in unsharded}
     wgrads = [mm for mm in products if mm.args[1] not in unsharded and origin(mm.args[0]) in dgrads]
     return {node: i for i, node in enumerate(result.nodes)}, dgrads, wgrads
@@ -302,11 +290,11 @@ def test_weight_gradients_do_not_pass_a_write(traced):
     """What the first product to move reads is written to directly after it. The product must have read that before."""
     graph, moved = copied(traced[1].graph)[0], copied(traced[1].graph)[0]
     free(moved)
-    before, after = ([node.name for node in calls(each, aten.mm.default)] for each in (graph, moved))
+    before, after = ([node.name for node in ops.calls(each, ops.aten.mm.default)] for each in (graph, moved))
     name = next(old for old, new in zip(before, after, strict=True) if old != new)
     product = next(node for node in graph.nodes if node.name == name)
     with graph.inserting_after(product):
-        write = graph.call_function(aten.mul_.Tensor, (product.args[1], 0.5))
+        write = graph.call_function(ops.aten.mul_.Tensor, (product.args[1], 0.5))
     free(graph)
     place = {node: i for i, node in enumerate(graph.nodes)}
     assert place[product] < place[write]
@@ -325,9 +313,8 @@ class Branches(nn.Module):
 
     def forward(self, x):
         x = self.into(x)
-        return sum(
-            checkpoint(lambda x, head=head: head(x).square().mean(), x, use_reentrant=False) for head in self.heads
-        )
+        branch = lambda x, head: head(x).square().mean()
+        return sum(checkpoint(branch, x, head, use_reentrant=False) for head in self.heads)
 
 
 def test_weight_gradients_of_checkpointed_branches_come_with_each():
@@ -348,6 +335,6 @@ def test_unsharded_matrices_die_at_their_first_reader(traced):
     """Between a decoder's first and last reader of a matrix lies nothing that another order could move after it."""
     for captured in traced:
         for lifetime in ParamLifetimes(planned(captured.graph, Settings().plan(LINK, 1 << 40))).lifetimes:
-            if not lifetime.returned and value(lifetime.wait).ndim > 1:
-                outside = {reader for _, reader in readers(chain(lifetime.wait))}
+            if not lifetime.returned and ops.value(lifetime.wait).ndim > 1:
+                outside = {reader for _, reader in ops.readers(ops.chain(lifetime.wait))}
                 assert len(outside) == 1, lifetime.shard

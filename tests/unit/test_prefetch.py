@@ -17,22 +17,7 @@ from zcompile.explanation.bound import least_exposed_s
 from zcompile.explanation.llama import Size
 from zcompile.explanation.predict import predict_step
 from zcompile.explanation.trace import Traced
-from zcompile.graph.ops import (
-    GATHER,
-    GATHER_START,
-    GATHER_STARTS,
-    GATHER_WAIT,
-    GATHERS,
-    REDUCE,
-    REDUCE_START,
-    REDUCE_WAIT,
-    REDUCES,
-    aten,
-    calls,
-    insert,
-    is_user_collective,
-    transfer_bytes,
-)
+from zcompile.graph import ops
 from zcompile.graph.param_lifetimes import ParamLifetimes
 from zcompile.options import Plan, Settings
 from zcompile.passes import pipeline
@@ -46,10 +31,8 @@ LINKS = {"h200 p2p": H200.over("p2p", 8), "h200 nccl": H200.over("nccl", 2), "cp
 def test_prefetch_hides_as_much_as_starting_everything_first_within_the_budget(traced, link, budget):
     """Simulated exposure, against all gathers at the graph's beginning in their order, and against none early."""
     exposed = {}
-    for name, settings in {
-        "planned": Settings(gather_budget_bytes=budget, bucket_bytes=0),
-        "late": Settings(gather_budget_bytes=budget, bucket_bytes=0, skip_passes=["prefetch"]),
-    }.items():
+    both = {"gather_budget_bytes": budget, "bucket_bytes": 0}
+    for name, settings in {"planned": Settings(**both), "late": Settings(**both, skip_passes=["prefetch"])}.items():
         plan = settings.plan(link, 0)
         for i, captured in enumerate(traced):
             graph = planned(captured.graph, plan)
@@ -58,7 +41,7 @@ def test_prefetch_hides_as_much_as_starting_everything_first_within_the_budget(t
             exposed[name, i] = simulate(graph, Costs(graph, link)).exposed_s
             if name == "planned":
                 first = next(node for node in graph.nodes if node.op != "placeholder")
-                for start in calls(graph, *GATHERS):
+                for start in ops.calls(graph, *ops.GATHERS):
                     first.prepend(start)
                 exposed["first", i] = simulate(graph, Costs(graph, link)).exposed_s
     for i in range(len(traced)):
@@ -79,8 +62,8 @@ def test_a_gather_is_not_earlier_than_it_must_be():
         placeholder.meta["val"] = shard
     output = graph.output(())
     for placeholder in shards:
-        weight = insert(graph, output, GATHER, placeholder, [256, 256], torch.float32, like=placeholder)
-        value = insert(graph, output, aten.mm.default, value, weight, like=placeholder)
+        weight = ops.insert(graph, output, ops.GATHER, placeholder, [256, 256], torch.float32, like=placeholder)
+        value = ops.insert(graph, output, ops.aten.mm.default, value, weight, like=placeholder)
     output.args = ((value,),)
     link = H200.over("p2p", 2)
     slow = Plan(link, gather_budget_bytes=1 << 30, reduce_budget_bytes=0, bucket_bytes=0, save_for_backward_bytes=0)
@@ -146,14 +129,10 @@ def backward_of(layers: int, gradients: list[tuple[list[int], int]], rank: int =
             right.meta["val"] = torch.empty(experts, tokens, columns, dtype=torch.bfloat16)
             share = -(-experts // LINK.world)
             shard.meta["val"] = torch.empty(min(share, max(0, experts - rank * share)), rows, columns)
-        gradient = insert(graph, end, aten.bmm.default, left, right, like=left)
-        reduced.append(insert(graph, end, REDUCE, gradient, shard, like=shard))
+        gradient = ops.insert(graph, end, ops.aten.bmm.default, left, right, like=left)
+        reduced.append(ops.insert(graph, end, ops.REDUCE, gradient, shard, like=shard))
     end.args = (tuple(reduced),)
     return graph
-
-
-def mixture() -> Graph:
-    return backward_of(4, [(DOWN, 16), (GATE_UP, 16), (ATTENTION, 1 << 17)])
 
 
 def predicted(graph: Graph, **options):
@@ -165,18 +144,20 @@ def predicted(graph: Graph, **options):
 def most_bytes_on_the_way(graph: Graph, **options) -> int:
     """Most bytes of gradients whose reduce has started and has not been waited for, behind the waits of each start."""
     most_bytes = now_bytes = 0
-    for node in calls(planned(graph, Settings(**options).plan(LINK, H200.memory_bytes)), REDUCE_START, REDUCE_WAIT):
-        if node.target is REDUCE_START:
+    plan = Settings(**options).plan(LINK, H200.memory_bytes)
+    for node in ops.calls(planned(graph, plan), ops.REDUCE_START, ops.REDUCE_WAIT):
+        if node.target is ops.REDUCE_START:
             most_bytes = max(most_bytes, now_bytes)
-            now_bytes += transfer_bytes(node)
+            now_bytes += ops.transfer_bytes(node)
         else:
-            now_bytes -= transfer_bytes(node.args[0])
+            now_bytes -= ops.transfer_bytes(node.args[0])
     assert now_bytes == 0
     return most_bytes
 
 
 def test_reduces_of_experts_hide_as_if_there_were_no_budget():
-    graph = mixture()
+    """Products of experts are short, that of attention takes longer than the wire takes for the whole layer."""
+    graph = backward_of(4, [(DOWN, 16), (GATE_UP, 16), (ATTENTION, 1 << 17)])
     default, unlimited = predicted(graph), predicted(graph, reduce_budget_bytes=1 << 50)
     assert default.exposed_ms == pytest.approx(unlimited.exposed_ms)
     assert default.exposed_ms < 0.5 * predicted(graph, reduce_budget_bytes=256 * MIB).exposed_ms
@@ -217,11 +198,12 @@ def planned_layers(rows, **settings):
     output = graph.output(())
     value = inputs[-1]
     for i in range(4):
-        weight = insert(graph, output, GATHER, inputs[i], [256, 256], torch.float32, like=output)
-        value = insert(graph, output, aten.mm.default, value, weight, like=output)
+        weight = ops.insert(graph, output, ops.GATHER, inputs[i], [256, 256], torch.float32, like=output)
+        value = ops.insert(graph, output, ops.aten.mm.default, value, weight, like=output)
         if i < 2:
-            sent = insert(graph, output, COLLECTIVE, value, [rows], [rows], "0", like=output, fake=value.meta["val"])
-            value = insert(graph, output, WAIT, sent, like=output, fake=value.meta["val"])
+            like = {"like": output, "fake": value.meta["val"]}
+            value = ops.insert(graph, output, COLLECTIVE, value, [rows], [rows], "0", **like)
+            value = ops.insert(graph, output, WAIT, value, **like)
     output.args = ((value,),)
     plan = Settings(bucket_bytes=0, **settings).plan(H200.over("nccl", 8), 80 << 30)
     pipeline.run_passes(graph, pipeline.schedule_passes(plan))
@@ -230,11 +212,8 @@ def planned_layers(rows, **settings):
 
 def order(graph):
     """Gathers by the number of their shard, and "c" for each collective."""
-    return [
-        "c" if is_user_collective(node) else node.args[0].name[-1]
-        for node in graph.nodes
-        if is_user_collective(node) or node in calls(graph, *GATHER_STARTS)
-    ]
+    gathers = {node: node.args[0].name[-1] for node in ops.calls(graph, *ops.GATHER_STARTS)}
+    return [gathers.get(node, "c") for node in graph.nodes if node in gathers or ops.is_user_collective(node)]
 
 
 @pytest.mark.parametrize("rows", [1, 64, 4096, 1 << 20])
@@ -277,8 +256,8 @@ def test_no_schedule_exposes_less_than_the_bound(traced, wire):
 
 def move_transfers(graph, draw):
     """Stand each gather's start before a random node, and each reduce's wait behind one, where they may stand."""
-    starts = calls(graph, *GATHERS)
-    reduce_waits = [wait for start in calls(graph, *REDUCES) for wait in start.users]
+    starts = ops.calls(graph, *ops.GATHERS)
+    reduce_waits = [wait for start in ops.calls(graph, *ops.REDUCES) for wait in start.users]
     fixed = [node for node in graph.nodes if node.op != "output" and node not in (*starts, *reduce_waits)]
     place = {node: i for i, node in enumerate(fixed)}
     first = next(i for i, node in enumerate(fixed) if node.op != "placeholder")
@@ -293,13 +272,13 @@ def test_the_bound_of_one_gather_and_one_reduce_is_what_cannot_be_hidden():
     """A gather is due after 10 us of compute; its reduce may begin 20 us later, 10 us before the end."""
     graph, fake = Graph(), torch.empty(1 << 20, device="meta")
     shard, x = graph.placeholder("shard"), graph.placeholder("x")
-    start = graph.call_function(GATHER_START, (shard, [1 << 20], torch.float32))
-    first = graph.call_function(aten.sin.default, (x,))
-    wait = graph.call_function(GATHER_WAIT, (start,))
-    second = graph.call_function(aten.mul.Tensor, (first, wait))
-    reduce = graph.call_function(REDUCE_START, (second, shard))
-    third = graph.call_function(aten.cos.default, (second,))
-    done = graph.call_function(REDUCE_WAIT, (reduce, second))
+    start = graph.call_function(ops.GATHER_START, (shard, [1 << 20], torch.float32))
+    first = graph.call_function(ops.aten.sin.default, (x,))
+    wait = graph.call_function(ops.GATHER_WAIT, (start,))
+    second = graph.call_function(ops.aten.mul.Tensor, (first, wait))
+    reduce = graph.call_function(ops.REDUCE_START, (second, shard))
+    third = graph.call_function(ops.aten.cos.default, (second,))
+    done = graph.call_function(ops.REDUCE_WAIT, (reduce, second))
     for node in graph.nodes:
         node.meta["val"] = fake
     graph.output((third, done))
@@ -351,7 +330,7 @@ def test_a_plan_for_the_true_machine_exposes_no_more_than_one_for_another(traced
             graph = planned(captured.graph, plan)
             exposed_s[name] = simulate(graph, Costs(graph, true)).exposed_s
             order = {node: i for i, node in enumerate(graph.nodes)}
-            places[name] = [order[start] for start in calls(graph, *GATHERS)]
+            places[name] = [order[start] for start in ops.calls(graph, *ops.GATHERS)]
         differ |= places["mine"] != places["others"]
         # Gathers are placed one by one, so a plan may be this much longer than one that rests on wrong figures.
         assert exposed_s["mine"] <= exposed_s["others"] * 1.002

@@ -22,7 +22,8 @@ def mesh_of(ranks: int):
     return SimpleNamespace(size=lambda: ranks, mesh_dim_names=None)
 
 
-ROWS = Placement()
+ROWS, COLUMNS = Placement(), {"placement": Placement(Shard(1))}
+OTHERS = {"reduce_dtype": torch.float64, "native_reduce": True, "gradient_divide_factor": 3.0, **COLUMNS, "units": ()}
 
 
 class Expert(nn.Linear):
@@ -56,18 +57,9 @@ def test_the_description_is_the_same_for_equal_models_and_names_each_parameter()
     assert "param_dtype=torch.bfloat16" in first.options_text and first.options_text in first.description
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"reduce_dtype": torch.float64},
-        {"native_reduce": True},
-        {"gradient_divide_factor": 3.0},
-        {"placement": Placement(Shard(1))},
-        {"units": ()},
-    ],
-)
-def test_the_description_differs_where_ranks_would(changed):
-    assert plan(model(), mesh_of(2), **changed).description != plan(model(), mesh_of(2)).description
+@pytest.mark.parametrize("name, value", OTHERS.items())
+def test_the_description_differs_where_ranks_would(name, value):
+    assert plan(model(), mesh_of(2), **{name: value}).description != plan(model(), mesh_of(2)).description
 
 
 def test_a_registered_cost_is_in_the_description():
