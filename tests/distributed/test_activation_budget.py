@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.support.decoder import SIZE
 from tests.support.models import normal
 from tests.support.ranks import slow_case
 from tests.support.reference import compiled, train_beside
+from zcompile.compiler import memory_limit
 from zcompile.explanation.llama import Llama
 
 BUDGETS = (1.0, 0.7, 0.4, 0.1)
@@ -232,6 +234,24 @@ def test_a_step_keeps_to_the_limit_and_uses_it(rank, world, inner):
         peak, grads = peak_under(state_bytes + round(share * free_bytes), inner, rank)
         assert 0.7 * min(1, share) * free_bytes <= peak <= share * free_bytes, (share, peak, free_bytes)
         torch.testing.assert_close(grads, expected)
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("again", [pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 6])
+def test_the_planned_peak_is_that_of_a_step_under_inductor(rank, world, again):
+    """With `again` of the blocks computed again in backward. The planned peak includes the margin of 3 %."""
+    planned, peak_of = {}, memory_limit._peak_bytes
+
+    def only_again(plan, joint, limit, split):
+        count = plan.recomputed[0]
+        planned[count] = peak_of(plan, joint, limit, split) - memory_limit.MARGIN * limit.state_bytes
+        return 1 if count >= again else 2 << 30
+
+    uncached = torch._functorch.config.patch(enable_autograd_cache=False)  # so that the backend plans
+    with uncached, mock.patch.object(memory_limit, "_peak_bytes", only_again):
+        peak, _ = peak_under("1GiB", "inductor", rank)
+    peak += ROWS * WIDTH * 4  # the input
+    assert peak < planned[again] < 1.06 * peak, (peak, planned)
 
 
 def least_limit(call):

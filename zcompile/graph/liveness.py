@@ -41,31 +41,35 @@ POINTWISE = {
     torch.ops.prims.convert_element_type.default,
     torch.ops.prims.iota.default,
 }
-# Other ops that fuse.
-FUSES = {
+# Ops that fuse, and whose result Inductor does not compute again in another kernel.
+REDUCTIONS = {
     aten._softmax.default,
     aten.amax.default,
     aten.any.default,
     aten.any.dim,
     aten.argmax.default,
+    aten.max.dim,
+    aten.mean.default,
+    aten.mean.dim,
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.var_mean.correction,
+}
+# All that fuse beside pointwise ones.
+FUSES = {
+    *REDUCTIONS,
     aten.cat.default,
     aten.clone.default,
     aten.constant_pad_nd.default,
     aten.copy.default,
     aten.empty.memory_format,
     aten.index.Tensor,
-    aten.max.dim,
-    aten.mean.default,
-    aten.mean.dim,
     aten.repeat.default,
     aten.scatter.value,
     aten.select_backward.default,
     aten.select_scatter.default,
     aten.slice_backward.default,
     aten.slice_scatter.default,
-    aten.sum.default,
-    aten.sum.dim_IntList,
-    aten.var_mean.correction,
 }
 
 
@@ -113,33 +117,36 @@ class Liveness:
         Storages made by nodes in `exclude` do not count; those made by nodes in `scaled` count `scale` times.
         """
         change = [0] * (len(self.nodes) + 2)
-        dies = {storage: storage.dies for storage in self if storage.maker not in exclude}
+        lives = {storage: (storage.made, storage.dies) for storage in self if storage.maker not in exclude}
         for kernel in self._kernels() if self.fused else ():
-            self._run_at_once(kernel, dies)
-        for storage, last in dies.items():
+            self._run_at_once(kernel, lives)
+        for storage, (made, dies) in lives.items():
             nbytes = round(storage.nbytes * scale) if storage.maker in scaled else storage.nbytes
-            change[storage.made] += nbytes
-            change[last + 1] -= nbytes
+            change[made] += nbytes
+            change[dies + 1] -= nbytes
         return list(accumulate(change[: len(self.nodes)]))
 
-    def _run_at_once(self, kernel: list[Node], dies: dict[Storage, int]) -> None:
-        """Change `dies`, so that a kernel's arguments and results live until its last node; see [Note: what fuses]."""
+    def _run_at_once(self, kernel: list[Node], lives: dict[Storage, tuple[int, int]]) -> None:
+        """Let the arguments and the results of a kernel live while it runs, which is once all arguments are made."""
         first, last = (self.position[node] for node in (kernel[0], kernel[-1]))
-        results = {storage for node in kernel for storage in self.storages[node] if storage in dies}
+        results = {storage for node in kernel for storage in self.storages[node] if storage in lives}
         readers: dict[Storage, list[Node]] = {}
         for node in kernel:
-            for storage in self._arguments(node) & dies.keys():
+            for storage in self._arguments(node) & lives.keys():
                 readers.setdefault(storage, []).append(node)
+        runs = max([first, *(storage.made for storage in readers.keys() - results)])
+        for result in results:
+            made, dies = lives[result]
+            lives[result] = min(made, runs), max(dies, runs)
         free = {storage: storage.maker for storage in results}  # results that are written over nothing yet
         for storage in readers.keys() - results:
             if not first <= storage.dies <= last:
                 continue
             of_one = [result for result in free if [free[result]] == readers[storage]]
             same_size = [result for result in of_one if result.nbytes == storage.nbytes]
-            dies[storage] = same_size[0].made - 1 if same_size else last
+            dies = lives[same_size[0]][0] - 1 if same_size else max(storage.dies, runs)
+            lives[storage] = lives[storage][0], dies
             free = {result: maker for result, maker in free.items() if result not in same_size[:1]}
-        for result in results:
-            dies[result] = max(dies[result], last)
 
     def _kernels(self) -> list[list[Node]]:
         """Return the nodes of each kernel. They fuse, share arguments, and are written to memory, and none depends on
@@ -155,7 +162,12 @@ class Liveness:
             others = {each.maker for each in arguments} | {last_reader.get(each, node) for each in arguments}
             for other in others & kernel_of.keys():
                 joined = kernel_of[other]
-                if joined is not kernel_of[node] and not any(self._is_between(each, {node}) for each in joined):
+                own = kernel_of[node]
+                if joined is not own and not any(
+                    self._is_between(each, set(others))
+                    for members, others in ((own, joined), (joined, own))
+                    for each in members
+                ):
                     joined.extend(kernel_of[node])
                     for each in kernel_of[node]:
                         kernel_of[each] = joined
@@ -187,7 +199,14 @@ class Liveness:
         if not all(map(fuses, readers)):
             return True
         later = {reader for reader in readers if self.segment[reader] != self.segment[node]}
-        return bool(later) and not (self.fused and _is_pointwise(node) and not self._is_between(node, later))
+        again = self.fused and _is_pointwise(node) and not self._is_reduced(node)
+        return bool(later) and not (again and not self._is_between(node, later))
+
+    def _is_reduced(self, node: Node) -> bool:
+        """Whether `node` is computed from a reduction whose result is not written."""
+        if node in self.written or not (fuses(node) or aliases(node)):
+            return False
+        return node.target in REDUCTIONS or any(map(self._is_reduced, node.all_input_nodes))
 
     def _is_between(self, node: Node, readers: set[Node]) -> bool:
         """Whether one of `readers` depends on `node` through a node that does not fuse."""
