@@ -303,7 +303,8 @@ def limited(settings: Settings, plan: Plan, example_inputs: Sequence[Any]) -> Pl
     read = sum(elements.get(id(example_inputs[i]), 0) for i in shards)
     read += sum(-(-example_inputs[i].numel() // first.runtime.world) for i in units)
     share = min(1.0, read / max(total, 1))
-    nbytes = sum(_kept_bytes(each, count) for each, count in known) + transport_bytes(total, plan.link)
+    nbytes = sum(_kept_bytes(each, count) for each, count in known)
+    nbytes += transport_bytes(total, plan.link, max(elements.values(), default=0))
     inputs = tuple(sorted(shards | units.keys()))
     return replace(plan, memory_limit=MemoryLimit(int(settings.memory_limit), nbytes, share, inputs))
 

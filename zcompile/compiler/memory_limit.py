@@ -17,11 +17,12 @@ import copy
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
+from operator import add
 
 from torch.fx import Graph, GraphModule, Node
 
 from zcompile.costs.hardware import Link
-from zcompile.costs.memory import gradient_fraction
+from zcompile.costs.memory import gradient_fraction, in_flight_bytes
 from zcompile.graph.liveness import Liveness
 from zcompile.graph.ops import (
     GATHER,
@@ -153,7 +154,8 @@ def _live_bytes(plan: Plan, graph: Graph, limit: MemoryLimit) -> int:
     own_bytes = sum(_own_bytes(start, plan.link) for start in reduces)
     scale = gradient_fraction(plan.link) * own_bytes / max(made_bytes, 1)
     liveness = Liveness(graph, plan.fused)
-    return max(liveness.live_bytes(exclude=_shards(graph, limit), scaled=set(reduces), scale=scale))
+    live = liveness.live_bytes(exclude=_shards(graph, limit), scaled=set(reduces), scale=scale)
+    return max(map(add, live, in_flight_bytes(graph, plan.link)))
 
 
 def _own_bytes(start: Node, link: Link) -> int:

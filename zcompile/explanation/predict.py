@@ -3,12 +3,13 @@
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import add
 from typing import cast
 
 from torch.fx import Graph, Node
 
 from zcompile.costs.hardware import ADAM_BYTES, Link
-from zcompile.costs.memory import GRADIENT_BYTES, gradient_fraction, state_bytes
+from zcompile.costs.memory import GRADIENT_BYTES, gradient_fraction, in_flight_bytes, state_bytes
 from zcompile.costs.model import Costs, Timeline, simulate, wire_bytes
 from zcompile.explanation.bound import least_exposed_s
 from zcompile.explanation.explanation import Explanation
@@ -164,7 +165,7 @@ def _planned(
         slowed_ms=1e3 * timeline.slowed_s,
         unsharded_bytes=max(lifetimes.unsharded_bytes(exclude=hits)),
         bound_bytes=lifetimes.bound_bytes(plan.gather_budget_bytes),
-        live_bytes=max(live),
+        live_bytes=max(map(add, live, in_flight_bytes(graph, link))),
         saved_bytes=sum(sum(result_bytes(node)) for node in inputs) if traced.kind == "backward" else 0,
         least_exposed_ms=1e3 * min(least_s, timeline.exposed_s),
         held_by=_held_by(traced, plan, link, timeline, least_s) if cached is None else "",

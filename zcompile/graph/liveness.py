@@ -13,8 +13,9 @@ result of a matmul, if all paths from the node to readers in later segments have
 the node there, beside its readers.
 
 Nodes that fuse and share arguments become one *kernel*, also across segments, unless one depends on another through a
-node that does not fuse. A kernel's arguments and results live until its last node. An exception is an argument that
-only one node of the kernel, and no later node, reads: the node's result is written over it if both have the same size.
+node that does not fuse. Arguments and results of a kernel live while it runs: when its last argument is made. An
+exception is an argument that only one node of the kernel, and no later node, reads: the node's result is written over
+it if both have the same size.
 """
 
 import operator
@@ -135,17 +136,14 @@ class Liveness:
             for storage in self._arguments(node) & lives.keys():
                 readers.setdefault(storage, []).append(node)
         runs = max([first, *(storage.made for storage in readers.keys() - results)])
-        for result in results:
-            made, dies = lives[result]
-            lives[result] = min(made, runs), max(dies, runs)
+        lives |= {each: (min(lives[each][0], runs), max(lives[each][1], runs)) for each in results}
         free = {storage: storage.maker for storage in results}  # results that are written over nothing yet
         for storage in readers.keys() - results:
             if not first <= storage.dies <= last:
                 continue
             of_one = [result for result in free if [free[result]] == readers[storage]]
             same_size = [result for result in of_one if result.nbytes == storage.nbytes]
-            dies = lives[same_size[0]][0] - 1 if same_size else max(storage.dies, runs)
-            lives[storage] = lives[storage][0], dies
+            lives[storage] = lives[storage][0], lives[same_size[0]][0] - 1 if same_size else max(storage.dies, runs)
             free = {result: maker for result, maker in free.items() if result not in same_size[:1]}
 
     def _kernels(self) -> list[list[Node]]:
@@ -163,11 +161,8 @@ class Liveness:
             for other in others & kernel_of.keys():
                 joined = kernel_of[other]
                 own = kernel_of[node]
-                if joined is not own and not any(
-                    self._is_between(each, set(others))
-                    for members, others in ((own, joined), (joined, own))
-                    for each in members
-                ):
+                pairs = [(each, set(own)) for each in joined] + [(each, set(joined)) for each in own]
+                if joined is not own and not any(self._is_between(*pair) for pair in pairs):
                     joined.extend(kernel_of[node])
                     for each in kernel_of[node]:
                         kernel_of[each] = joined
@@ -204,9 +199,8 @@ class Liveness:
 
     def _is_reduced(self, node: Node) -> bool:
         """Whether `node` is computed from a reduction whose result is not written."""
-        if node in self.written or not (fuses(node) or aliases(node)):
-            return False
-        return node.target in REDUCTIONS or any(map(self._is_reduced, node.all_input_nodes))
+        is_read_through = node not in self.written and (fuses(node) or bool(aliases(node)))
+        return is_read_through and (node.target in REDUCTIONS or any(map(self._is_reduced, node.all_input_nodes)))
 
     def _is_between(self, node: Node, readers: set[Node]) -> bool:
         """Whether one of `readers` depends on `node` through a node that does not fuse."""
