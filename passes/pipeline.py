@@ -79,7 +79,6 @@ def schedule_passes(plan: Plan) -> tuple[Pass, ...]:
 
 
 def pass_name(graph_pass: Pass) -> str:
-    """Return the name of the pass's function, also if the pass is a `partial` of it."""
     return getattr(graph_pass, "func", graph_pass).__name__
 
 
