@@ -192,8 +192,6 @@ class _Saved(SerializableCallable):
 
 @contextmanager
 def _silent(logger: logging.Logger) -> Iterator[None]:
-    """Suppress all messages of `logger`."""
-
     def drop(record: logging.LogRecord) -> bool:
         return False
 

@@ -27,15 +27,12 @@ class ArtifactError(RuntimeError):
 
 @dataclass(frozen=True)
 class Artifact:
-    """The content of a file."""
-
     fingerprint: dict[str, str]  # the model, machine and settings that it was made for, see fingerprint.py
     facts: dict[str, Any]  # the other fields of the header: JSON values by name
     parts: dict[str, bytes]  # programs, code and kernels: bytes by name
 
 
 def encode(fingerprint: Mapping[str, str], facts: Mapping[str, Any], parts: Mapping[str, bytes]) -> bytes:
-    """Return the bytes of a file with this content."""
     listed = [[name, len(part)] for name, part in parts.items()]
     header = json.dumps({"fingerprint": dict(fingerprint), "facts": dict(facts), "parts": listed}).encode()
     body = b"".join([len(header).to_bytes(LENGTH_BYTES, "little"), header, *parts.values()])
@@ -45,8 +42,7 @@ def encode(fingerprint: Mapping[str, str], facts: Mapping[str, Any], parts: Mapp
 def decode(data: bytes, name: str) -> Artifact:
     """Parse the bytes of an artifact, without unpickling anything. Errors call the file `name`.
 
-    Raises:
-        ArtifactError: `data` is not an artifact of this version, or is damaged.
+    Raises ArtifactError if `data` is not an artifact of this version, or is damaged.
     """
     if not data.startswith(MAGIC):
         raise ArtifactError(f"zcompile: {name} is not an artifact of this version of zcompile. Delete it, and rerun.")

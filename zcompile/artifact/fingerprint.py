@@ -37,12 +37,9 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 def fingerprint(
     model: nn.Module, settings: Settings, mode: str | None, memory_bytes: int, args: Any, kwargs: Any
 ) -> dict[str, str]:
-    """Return the fingerprint of this machine, the settings, a sharded model, and its call `model(*args, **kwargs)`.
+    """Return the fingerprint of this machine, the settings, a sharded model and its call, equal on all ranks of a run.
 
-    All ranks of a run must have equal fingerprints.
-
-    Args:
-        memory_bytes: a rank's memory, from which `zcompile.options.Settings.plan` sets the passes' budgets.
+    `memory_bytes` is a rank's memory, from which `zcompile.options.Settings.plan` sets the passes' budgets.
     """
     return {**surroundings(model, settings, mode, memory_bytes), **of_call(model, args, kwargs)}
 
@@ -91,8 +88,7 @@ def machine(device_type: str) -> dict[str, str]:
 
 @functools.cache
 def _triton_version() -> str:
-    triton = sys.modules.get("triton")
-    return str(getattr(triton, "__version__", None))
+    return str(getattr(sys.modules.get("triton"), "__version__", None))
 
 
 def _processor_flags() -> str:
@@ -267,7 +263,6 @@ def modes(model: nn.Module) -> dict[str, str]:
 
 
 def inputs(args: Any, kwargs: Any) -> str:
-    """Describe the arguments of a call, each as `described` does."""
     leaves, shape = torch.utils._pytree.tree_flatten((args, kwargs))
     return f"{', '.join(map(described, leaves))} in {shape}"
 

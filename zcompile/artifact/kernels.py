@@ -39,7 +39,6 @@ _files: dict[str, Path] = {}  # shared libraries of the installed kernels, by `k
 
 
 def kernel_key(argument_types: list[str], source: str) -> str:
-    """Return the key under which a file holds a C++ kernel: a hash of its argument types and source."""
     return hashlib.sha256("\n".join([*argument_types, source]).encode()).hexdigest()
 
 
@@ -47,7 +46,6 @@ class Kernels(AsyncCompile):
     """Replaces Inductor's `AsyncCompile` in generated modules that come from a file."""
 
     def cpp_pybinding(self, argtypes: list[str], source_code: str) -> Any:
-        """Return the kernel with this source as a Python function."""
         key = kernel_key(argtypes, source_code)
         if key not in _files:
             raise RuntimeError(f"zcompile: the artifact lacks the C++ kernel {key[:12]} of its code. Make it anew.")
@@ -85,8 +83,7 @@ def graphs_of(entry: Any) -> Iterator[Any]:
 def take_kernels(entry: Any, groups: Groups) -> dict[str, bytes]:
     """Return the shared libraries of an AOTAutograd cache entry's C++ kernels, and let its code load them from a file.
 
-    Raises:
-        RuntimeError: a kernel is of a kind that a file cannot hold, or `groups` lacks a collective's process group.
+    Raises RuntimeError if a kernel's kind cannot be in a file, or if `groups` lacks a collective's process group.
     """
     libraries = {}
     for graph in graphs_of(entry):
@@ -143,8 +140,7 @@ def install_modules(entry: Any, groups: Groups) -> None:
     for graph in graphs_of(entry):
         graph.source_code = with_names(graph.source_code, groups)
         graph.cache_key = code_hash(graph.source_code)
-        path = get_path(graph.cache_key, "py")[2]
-        write_atomic(path, graph.source_code, make_dirs=True)
+        write_atomic(get_path(graph.cache_key, "py")[2], graph.source_code, make_dirs=True)
 
 
 def in_this_process() -> Any:

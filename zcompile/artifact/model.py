@@ -133,7 +133,6 @@ class _Shared:
     differing: list[str] = field(default_factory=list)  # see `FromFile.differing`
 
     def sha256(self) -> str:
-        """Return the SHA-256 of `data`, computed once."""
         if self.digest[0] is not self.data:
             self.digest = self.data, hashlib.sha256(self.data).hexdigest()
         return self.digest[1]
@@ -172,9 +171,8 @@ class FromFile:
     ):
         """See `compile`.
 
-        Args:
-            around_make: returns a context manager, in which this rank compiles if it must make the file.
-            shared: state that all blocks of a model share. None if a model is compiled as a whole.
+        In the context that `around_make` returns, this rank compiles if it must make the file. `shared` is the state
+        that all blocks of a model share; None if a model is compiled as a whole.
         """
         state_of(model)
         check_artifact(settings, mode)
@@ -255,8 +253,7 @@ class FromFile:
     def decide(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """At the first call, on all ranks together, load the file, make it, or do without: [Note: decided together].
 
-        Raises:
-            RuntimeError: `require` is True, and a rank cannot use the file.
+        Raises RuntimeError if `require` is True, and a rank cannot use the file.
         """
         state, shared = state_of(model), self.shared
         if shared.mesh is None:
@@ -396,8 +393,7 @@ def _is_first(mesh: DeviceMesh) -> bool:
 def _obstacle(reports: list[_Report], here: Mapping[str, str], mesh: DeviceMesh, require: bool) -> str:
     """Return why the ranks can neither load an existing file nor make one; "" if they can.
 
-    Args:
-        here: the fingerprint of this rank. If fingerprints differ, the ranks all-gather them, to name the differences.
+    If the fingerprint `here` of this rank and others' differ, the ranks all-gather them, to name the differences.
     """
     for report in reports:
         if report.verdict not in (FITS, ABSENT):

@@ -83,11 +83,7 @@ def _earlier(path: Path) -> bytes | None:
 def compiled_by_another_process(arguments: argparse.Namespace, rank: int, earlier: bytes | None) -> bytes:
     """Compile in a new process the code for ranks at the tensor parallel coordinates of `rank`; return it as a file.
 
-    Args:
-        earlier: the bytes of an older artifact, whose code is kept for graphs that did not change.
-
-    Raises:
-        ArtifactError: the process failed.
+    `earlier`: an older artifact, whose code is kept for graphs that did not change. Raises ArtifactError on failure.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "model.zc"
@@ -162,11 +158,7 @@ def precompile(arguments: argparse.Namespace, earlier: Artifact | None) -> tuple
 
 
 def mark_dynamic(inputs: Any, dimension: int) -> None:
-    """Mark the dimension with the number `dimension` as dynamic in all tensors of `inputs` that have it.
-
-    Raises:
-        BadInput: no tensor has such a dimension.
-    """
+    """Mark dimension number `dimension` of all tensors in `inputs` as dynamic. Raises BadInput if none has it."""
     tensors = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor) and each.ndim > dimension]
     if not tensors:
         raise BadInput(f"--dynamic {dimension}: no input has so many dimensions")
@@ -183,7 +175,6 @@ def _ranks_of(mesh: Mapping[str, int]) -> int:
 
 
 def _with_sizes(build: Callable[..., Any], arguments: argparse.Namespace) -> Callable[[], Any]:
-    """Bind the sizes of `--mesh` to the parameters of `build`."""
     sizes = arguments.mesh or {}
     try:
         inspect.signature(build).bind(**sizes)
@@ -214,7 +205,6 @@ def _shard(model: nn.Module, arguments: argparse.Namespace, device: str) -> None
 
 
 def modules_of(model: nn.Module, blocks: str) -> list[nn.Module]:
-    """Return the modules to compile: those with the paths in `blocks`, or `model` if `blocks` is empty."""
     if not blocks:
         return [model]
     modules: dict[nn.Module, None] = {}

@@ -154,7 +154,6 @@ def _known_code(
 
 
 def _code(artifact: Artifact, program: Mapping[str, Any]) -> aot.Code:
-    """Return the compiled code of `program`, an entry in the header of the file `artifact`."""
     libraries = {key: artifact.parts[LIBRARY + key] for key in program["libraries"]}
     return aot.Code(artifact.parts[program["code"]], libraries, NUMBER in artifact.fingerprint)
 
@@ -176,11 +175,8 @@ def merge(files: Sequence[bytes]) -> bytes:
 def find(artifact: Artifact, position: str, call: Mapping[str, str]) -> tuple[Mapping[str, Any], list[str]]:
     """Return the program (compiled call) of a file that fits a call best, and its `differences` from `call`.
 
-    Args:
-        position: this rank's tensor parallel coordinates, such as "tp 1"; see [Note: positions] in groups.py.
-
-    Raises:
-        ArtifactError: the file has no program for `position`.
+    `position` is this rank's tensor parallel coordinates, as "tp 1"; [Note: positions] in groups.py. Raises
+    ArtifactError if the file has no program for it.
     """
     found = [
         (program, differences(program["call"], call))
@@ -194,15 +190,13 @@ def find(artifact: Artifact, position: str, call: Mapping[str, str]) -> tuple[Ma
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's text, or its type if it has no text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _functions(made: aot.Made, model: nn.Module) -> list[tuple[str, str, bool]]:
     """Describe the functions and process groups on which Dynamo had guards that a file cannot hold (`Made.dropped`).
 
-    Returns:
-        For each: a Python expression for it, its `_identity`, and whether `Program.changed` compares it at each call.
+    Each is an expression for it, its `_identity`, and whether `Program.changed` compares it at each call.
     """
     groups = groups_of(model)
     loaded = aot.Loaded(made.program, made.objects, made.code, groups)
@@ -227,10 +221,7 @@ def _identity(value: Any, groups: Groups) -> str:
 
 
 class LoadedFile:
-    """A file that passed all checks. Blocks whose calls have the same compiled code share it, loaded once.
-
-    Errors call the file `name`.
-    """
+    """A file that passed all checks, `name` in errors. Blocks whose calls have equal code share it, loaded once."""
 
     def __init__(self, artifact: Artifact, name: str):
         self.artifact, self.name = artifact, name
@@ -239,8 +230,7 @@ class LoadedFile:
     def load(self, model: nn.Module, position: str, call: Mapping[str, str]) -> "Program":
         """Unpickle the compiled code that `find` returns for a call of `model`.
 
-        Raises:
-            ArtifactError: a function that was traced or is called has changed since the file was made.
+        Raises ArtifactError if a function that was traced or is called has changed since the file was made.
         """
         program, _ = find(self.artifact, position, call)
         part, parts, groups = program["program"], self.artifact.parts, groups_of(model)
@@ -260,17 +250,13 @@ class Program:
     def __init__(
         self, loaded: aot.Loaded, functions: Sequence[Sequence[Any]], model: nn.Module, groups: Groups, name: str
     ):
-        """
-        Raises:
-            ArtifactError: a function that the file's header lists in `functions` has changed since the file was made.
-        """
+        """Raises ArtifactError if a function in `functions` has changed since the file, called `name`, was made."""
         self.loaded = loaded
         self.watched: Any = ""  # compiled expression: global functions and process groups that calls compare
         self.found: tuple[Any, ...] = ()  # their values when the file was loaded
         self._check_functions(model, groups, functions, name)
         self.shards = [_Shard(sharded) for _, sharded, _ in parameters_of(model)]
-        classes = {type(module) for module in model.modules()}
-        self.forwards = [(each, each.forward) for each in classes]
+        self.forwards = [(each, each.forward) for each in {type(module) for module in model.modules()}]
         self.hooks = _Hooks(model)
 
     def _check_functions(self, model: nn.Module, groups: Groups, functions: Sequence[Sequence[Any]], name: str) -> None:
