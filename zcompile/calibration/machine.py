@@ -50,7 +50,6 @@ class Machine:
 
 
 def local_machine(mesh: DeviceMesh) -> LocalMachine:
-    """Return the machine of this rank of `mesh`."""
     device = device_of(mesh)
     calibration, problem = read_calibration(device, shard_group_of(mesh).size())
     if mesh.device_type == "cuda":
@@ -84,8 +83,7 @@ def common_machine(mesh: DeviceMesh, reports: Sequence[LocalMachine]) -> Machine
 def least_share(ranks: list[tuple[str, int, int]]) -> int:
     """Return the bytes of memory of the rank with the least memory, rounded down to a power of two.
 
-    Args:
-        ranks: `LocalMachine.memory` of each rank. The ranks of a host or GPU get equal shares of its memory.
+    `ranks`: `LocalMachine.memory` of each rank. The ranks of a host or GPU get equal shares of its memory.
     """
     sharing = Counter(place for place, _, _ in ranks)
     least = min(total_bytes // max(sharing[place], others) for place, total_bytes, others in ranks)

@@ -153,7 +153,6 @@ def _matmul_rate(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> floa
 
 
 def square_product(device: torch.device, dtype: torch.dtype, n: int) -> Callable[[], object]:
-    """Return a function that runs one matmul [n, n] x [n, n] of `dtype` on `device`."""
     if dtype is torch.int8:
         a, b = (torch.randint(-8, 8, (n, n), device=device, dtype=dtype) for _ in range(2))
         return partial(torch._int_mm, a, b.t())  # the layout of the weight of a linear layer; others are slow

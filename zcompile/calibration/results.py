@@ -31,37 +31,25 @@ DIGITS = 2  # significant digits that are kept: the others change from run to ru
 
 @dataclass(frozen=True)
 class Calibration:
-    """The measured rates of one machine, in the units of `zcompile.costs.hardware.Hardware`.
+    """The measured rates of one machine, in the units of `zcompile.costs.hardware.Hardware`."""
 
-    Attributes:
-        device: torch's name of the GPU; for a CPU, its model and the number of threads of a rank.
-        driver: CUDA version that the GPU's driver supports; empty for CPUs.
-        torch: version of torch.
-        world: number of ranks between which transfers were measured.
-        memory_bytes: total memory of one GPU, or of the host.
-        matmul_flops_s: (dtype, operations per second of matmuls) for each dtype, such as "bfloat16".
-        grouped_share: speed of bf16 grouped matmuls divided by that of plain ones; None if it was not measured.
-        attention_flops_s: (kernel, operations per second of attention); see `hardware.ATTENTION_SHARES`.
-        bytes_s: bytes per second that a pointwise kernel reads and writes.
-        adam_bytes_s: bytes per second that fused AdamW reads and writes.
-        kernel_s: seconds that a kernel on a tiny tensor takes.
-        wires: times of transfers, one `Wire` for each transport.
-        pace_ratio: the longest time of a certain matmul divided by its shortest, on the rank where this is largest. It
-            is timed before, between and after the other measurements. 1 means that the speed did not vary.
-    """
-
-    device: str
-    driver: str
-    torch: str
-    world: int
-    memory_bytes: int
+    device: str  # torch's name of the GPU; for a CPU, its model and the number of threads of a rank
+    driver: str  # CUDA version that the GPU's driver supports; empty for CPUs
+    torch: str  # version of torch
+    world: int  # number of ranks between which transfers were measured
+    memory_bytes: int  # total memory of one GPU, or of the host
+    # (dtype, operations per second of matmuls) for each dtype, such as "bfloat16".
     matmul_flops_s: tuple[tuple[str, float], ...]
+    # Speed of bf16 grouped matmuls divided by that of plain ones; None if it was not measured.
     grouped_share: float | None
+    # (kernel, operations per second of attention); see `hardware.ATTENTION_SHARES`.
     attention_flops_s: tuple[tuple[str, float], ...]
-    bytes_s: float
-    adam_bytes_s: float
-    kernel_s: float
-    wires: tuple[Wire, ...]
+    bytes_s: float  # bytes per second that a pointwise kernel reads and writes
+    adam_bytes_s: float  # bytes per second that fused AdamW reads and writes
+    kernel_s: float  # seconds that a kernel on a tiny tensor takes
+    wires: tuple[Wire, ...]  # times of transfers, one `Wire` for each transport
+    # The longest time of a certain matmul divided by its shortest, on the rank where this is largest. It is timed
+    # before, between and after the other measurements. 1 means that the speed did not vary.
     pace_ratio: float = 1.0
 
     def to_json(self) -> str:
@@ -69,9 +57,7 @@ class Calibration:
 
     @classmethod
     def from_json(cls, text: str) -> "Calibration":
-        """Raises:
-        ValueError: `text` is not of the form that `to_json` writes; the error says why.
-        """
+        """Raises ValueError, which says why, if `text` is not of the form that `to_json` writes."""
         try:
             read = json.loads(text)
         except ValueError:
@@ -110,8 +96,6 @@ class Calibration:
 
 
 def _with_tuples(read: dict[str, Any]) -> dict[str, Any]:
-    """Return `read`, fields from JSON, with tuples in place of lists."""
-
     def tuples(value: Any) -> Any:
         return tuple(map(tuples, value)) if isinstance(value, list) else value
 
@@ -119,7 +103,6 @@ def _with_tuples(read: dict[str, Any]) -> dict[str, Any]:
 
 
 def rounded(figure: float) -> float:
-    """Round `figure` to DIGITS significant digits."""
     return float(f"{figure:.{DIGITS}g}")
 
 
@@ -245,8 +228,7 @@ def calibration_file(device: str, world: int) -> Path | None:
 def write_calibration(calibration: Calibration, file: Path | None = None) -> Path:
     """Write `calibration` atomically to `file` (None: a file in the user's cache), and return the file's path.
 
-    Raises:
-        OSError: the file cannot be written, or the user has no home directory for the cache.
+    Raises OSError if the file cannot be written, or if the user has no home directory for the cache.
     """
     file = file or calibration_file(calibration.device, calibration.world)
     if file is None:
