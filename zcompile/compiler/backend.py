@@ -46,8 +46,7 @@ LEAST_BUDGET = 1e-6  # with 0.0, torch's partitioner saves only inputs of the gr
 def parse_options(options: Mapping[str, Any] | None) -> Settings:
     """Check a user's options, including those for Inductor, and return them as settings.
 
-    Raises:
-        ValueError: an option is unknown or has an invalid value. The text lists the known options.
+    Raises ValueError, with a list of the known options, if an option is unknown or has an invalid value.
     """
     settings = Settings.parse(options)
     check_config(settings.inductor)
@@ -310,12 +309,9 @@ def limited(settings: Settings, plan: Plan, example_inputs: Sequence[Any]) -> Pl
 
 
 def _kept_bytes(sharded: ShardedParameter, count: int) -> int:
-    """Return the bytes that a parameter's shard, Adam's moments and accumulated gradient take on this rank.
+    """Return the bytes of a shard of `count` elements, Adam's moments and accumulated gradient on this rank.
 
     The gradient counts only if microbatches accumulate it: the graph's own peak has the gradient that it computes.
-
-    Args:
-        count: number of elements of the parameter's shard on this rank.
     """
     state, itemsize = sharded.state, sharded.leaf.itemsize
     own = -(-count // state.mesh.size(0)) if state.over_hosts else count
@@ -367,10 +363,7 @@ def _on_first_run(
     """Wrap `compiled`, so that its first run with each model prepares the model.
 
     Dynamo lets all models of a class share `compiled` if their options are equal. So `compiled` may run with another
-    model than the one for which it was compiled.
-
-    Args:
-        program: returns the lines that describe the program for a call's inputs. Ranks compare them.
+    model than the one for which it was compiled. Ranks compare the lines of `program` for a call's inputs.
     """
     prepared: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
     position: int | None = None  # of an input that is a leaf
@@ -392,17 +385,11 @@ def _on_first_run(
 
 
 class _Read(NamedTuple):
-    """A gather (all-gather of a parameter) in a Dynamo graph, or a collective that the model calls itself.
+    """A gather (all-gather of a parameter) in a Dynamo graph, or a collective that the model calls itself."""
 
-    Attributes:
-        position: index of the graph input that is gathered; -1 if it is no input, None for a collective.
-        what: the dtype of the gather, or the name of the collective (without sizes, which may differ between ranks).
-        place: the line of the model's code that reads the parameter or calls the collective.
-    """
-
-    position: int | None
-    what: str
-    place: str
+    position: int | None  # index of the graph input that is gathered; -1 if it is no input, None for a collective
+    what: str  # the dtype of the gather, or the name of the collective (without sizes, which may differ between ranks)
+    place: str  # the line of the model's code that reads the parameter or calls the collective
 
 
 def _reads(gm: GraphModule) -> list[_Read]:

@@ -92,7 +92,6 @@ class CudaGraph:
         return int(self.graph.raw_cuda_graph_exec())
 
     def replay(self) -> None:
-        """Launch the graph on the current stream."""
         _graphs_of(torch.cuda.current_device()).last = torch.cuda.current_stream()
         self.graph.replay()
 
@@ -131,16 +130,12 @@ def _pool(device: torch.device) -> _C.GraphPool:
 
 @dataclass
 class Pair:
-    """State shared by the forward and the backward of one compiled graph: both are captured, or neither.
+    """State shared by the forward and the backward of one compiled graph: both are captured, or neither."""
 
-    Attributes:
-        obstacle: why forward and backward cannot be captured; empty if they can.
-        is_forward_captured: whether the last forward was a replay, so that its results are in the graphs' memory pool.
-        graphs: the largest number of forward graphs captured for one module. Backward captures no more than this.
-    """
-
-    obstacle: str = ""
+    obstacle: str = ""  # why forward and backward cannot be captured; empty if they can
+    # Whether the last forward was a replay, so that its results are in the graphs' memory pool.
     is_forward_captured: bool = False
+    # The largest number of forward graphs captured for one module. Backward captures no more than this.
     graphs: int = 0
 
 

@@ -18,11 +18,7 @@ CONTROL_FLOW_OPS = {"cond", "while_loop", "map", "map_impl", "scan", "associativ
 
 
 def check_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Raise an error for a graph whose result would differ from that of the unsharded model.
-
-    Raises:
-        RuntimeError: names the parameter and the line of the model's code.
-    """
+    """Raise an error, with parameter and line, for a graph whose result would differ from the unsharded model's."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     known = {
         node.name: sharded
@@ -129,6 +125,5 @@ def _refuse_reads_in_branches(gm: GraphModule) -> None:
 
 
 def _graphs_in(value: Any) -> Iterator[Graph]:
-    """Yield the graphs of a module and of its submodules."""
     if isinstance(value, torch.nn.Module):
         yield from (each.graph for each in value.modules() if isinstance(each, GraphModule))

@@ -197,7 +197,6 @@ class _Partitioner(CustomPartitionerFn):
 
 
 def _shards_of(graph: Graph) -> list[Node]:
-    """Return the inputs of `graph` that are shards."""
     starts = calls(graph, *GATHER_STARTS, GATHER_ROWS, *REDUCE_STARTS)
     found = {shard for start in starts for shard in shards_of(start)}
     return [node for node in graph.find_nodes(op="placeholder") if node in found]
