@@ -148,14 +148,11 @@ class Hosts:
 
 @dataclass(frozen=True)
 class Link:
-    """A machine, the wire that transfers use on it, and the number of ranks, of which each holds one shard.
-
-    With `hosts`, these are the ranks of one host.
-    """
+    """A machine, and the wire that transfers between its ranks use."""
 
     hardware: Hardware
     wire: Wire
-    world: int
+    world: int  # the number of ranks, each of which holds one shard; with `hosts`, the ranks of one host
     narrow: NarrowGathers | None = None
     hosts: Hosts | None = None
 

@@ -14,7 +14,6 @@ COLLECTIVES = ("nccl", "gloo")  # which transport runs them; peer to peer, the c
 
 
 def is_collective_wait(node: Node) -> bool:
-    """Return whether `node` waits for a collective that the user's model calls."""
     return node.op == "call_function" and node.target is WAIT_TENSOR
 
 

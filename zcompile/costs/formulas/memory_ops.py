@@ -86,8 +86,7 @@ def softmax(call: Call) -> Work:
 def read_bytes_at(source: TensorSize, out: TensorSize, is_by_item: bool) -> int:
     """Return how many bytes of `source` an indexing op reads to return `out`: at least a memory sector for each index.
 
-    Args:
-        is_by_item: whether each index selects a single item; else each selects a row of the last dimension.
+    `is_by_item`: whether each index selects a single item; else each selects a row of the last dimension.
     """
     run = 1 if is_by_item or not out.shape else out.shape[-1]
     runs = out.numel // max(1, run)

@@ -54,7 +54,6 @@ def register_cost(op: Any, function: Formula, version: int | str) -> None:
 
 
 def registered(name: str) -> Registered | None:
-    """Return the formula and version that a user registered for the op or kernel `name`, or None."""
     return _registered.get(name)
 
 

@@ -62,8 +62,7 @@ class Work:
 
     def on(self, hardware: Hardware, dtype: torch.dtype, nbytes: float) -> float:
         """Return the seconds on `hardware`. `dtype` and `nbytes` apply if the fields of these names are None."""
-        memory_s = (nbytes if self.nbytes is None else self.nbytes) / hardware.bytes_s
-        seconds = memory_s
+        seconds = (nbytes if self.nbytes is None else self.nbytes) / hardware.bytes_s
         if self.flops:
             if self.attention:
                 share = self.share if hardware.attention_varies else self.cpu_share
@@ -101,12 +100,10 @@ class Call:
 
 
 def tensors_in(value: Any) -> list[TensorSize]:
-    """Return each `TensorSize` in nested arguments."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, TensorSize)]
 
 
 def nbytes_of(*values: Any) -> int:
-    """Return the bytes of all tensors in `values`, nested `TensorSize` objects."""
     return sum(tensor.nbytes for tensor in tensors_in(values))
 
 
