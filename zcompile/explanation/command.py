@@ -41,7 +41,6 @@ class NothingFits(BadInput):
 
 
 def _numbers(name: str, text: str) -> list[int]:
-    """Return the whole numbers in `text`, the value of the option `name`."""
     least = {"--ranks": 1, "--hosts": 2}.get(name, 0)
     try:
         numbers = [int(number) for number in text.split(",") if number]

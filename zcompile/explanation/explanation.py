@@ -14,46 +14,35 @@ GATHER_COLUMNS = ("MiB", "dtype", "bucket", "starts", "arrives", "dies", "transf
 
 @dataclass(frozen=True)
 class Explanation:
-    """A predicted step: its graphs run one after the other, and AdamW with fp32 states runs after them.
-
-    Attributes:
-        parameters: number of elements of all sharded parameters.
-        step_ms: predicted milliseconds of the step.
-        peak_bytes: predicted peak memory of one rank, with the transport's own memory as far as it is known.
-        static_bytes: the part of `peak_bytes` that lives as long as the model: shards, the optimizer's state, the
-            transport's memory.
-        gradient_bytes: bytes of the gradients at the optimizer's step, which `static_bytes` does not contain.
-        adding_ms: predicted milliseconds of an op that adds one microbatch's gradients to the earlier ones.
-        rests_on: the origin of the machine's rates, such as `zcompile calibrate`.
-        cached_graphs: the same graphs inside of `zcompile.accumulate`, where parameters that an earlier graph of the
-            step gathered may still be unsharded. Empty if no parameter stays unsharded.
-        cached_bytes: bytes of the parameters that stay unsharded between the microbatches of `zcompile.accumulate`.
-        activation_memory_budget: the share of activations that forwards save; see `zcompile.options.Settings`.
-        widths: by dtype, elements and bytes of gathered parameters. Those that eager code gathers count only here.
-        over_hosts_ms: on a mesh (host, gpu), milliseconds that a step waits for transfers over hosts outside of graphs.
-        recomputed_segments: number of segments of forwards, such as half of a decoder layer, that backwards recompute
-            to keep to `memory_limit`.
-    """
+    """A predicted step: its graphs run one after the other, and AdamW with fp32 states runs after them."""
 
     world: int
     transport: str
     hardware: str
     gather_budget_bytes: int
-    parameters: int
+    parameters: int  # number of elements of all sharded parameters
     graphs: tuple[PlannedGraph, ...]
     optimizer_ms: float
-    step_ms: float
+    step_ms: float  # predicted milliseconds of the step
     exposed_ms: float
-    peak_bytes: int
+    peak_bytes: int  # predicted peak memory of one rank, with the transport's own memory as far as it is known
+    # The part of `peak_bytes` that lives as long as the model: shards, the optimizer's state, the transport's memory.
     static_bytes: int
-    gradient_bytes: int
-    adding_ms: float
-    rests_on: str
+    gradient_bytes: int  # bytes of the gradients at the optimizer's step, which `static_bytes` does not contain
+    adding_ms: float  # predicted milliseconds of an op that adds one microbatch's gradients to the earlier ones
+    rests_on: str  # the origin of the machine's rates, such as `zcompile calibrate`
+    # The same graphs inside of `zcompile.accumulate`, where parameters that an earlier graph of the step gathered may
+    # still be unsharded. Empty if no parameter stays unsharded.
     cached_graphs: tuple[PlannedGraph, ...]
-    cached_bytes: int
+    cached_bytes: int  # bytes of the parameters that stay unsharded between the microbatches of `zcompile.accumulate`
+    # The share of activations that forwards save; see `zcompile.options.Settings`.
     activation_memory_budget: float = 1.0
+    # By dtype, elements and bytes of gathered parameters. Those that eager code gathers count only here.
     widths: tuple[Width, ...] = ()
+    # Number of segments of forwards, such as half of a decoder layer, that backwards recompute to keep to
+    # `memory_limit`.
     recomputed_segments: int = 0
+    # On a mesh (host, gpu), milliseconds that a step waits for transfers over hosts outside of graphs.
     over_hosts_ms: float = 0.0
 
     @property
@@ -72,7 +61,6 @@ class Explanation:
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     def __str__(self) -> str:
-        """The text that `print(zcompile.explain(model))` shows."""
         again = f", {self.recomputed_segments} segments run again" if self.recomputed_segments else ""
         lines = [
             f"{self.parameters / 1e9:.2f} B parameters on {self.world} ranks, {self.hardware} over {self.transport}: "

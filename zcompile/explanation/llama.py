@@ -34,17 +34,13 @@ SIZES = {
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Return `x` with each pair (x[i], x[i + d / 2]) rotated by the i-th angle of its token (RoPE, arXiv:2104.09864).
 
-    Args:
-        x: queries or keys, [batch, heads, tokens, d].
-        cos, sin: of the angles, [tokens, d / 2].
+    `x`: queries or keys, [batch, heads, tokens, d]. `cos`, `sin`: of the angles, [tokens, d / 2].
     """
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
 
 
 class Block(nn.Module):
-    """Attention and a gated MLP, each with a norm before it and a residual around it."""
-
     def __init__(self, size: Size):
         super().__init__()
         width, self.heads, self.kv_heads = size.width, size.heads, size.kv_heads

@@ -55,42 +55,33 @@ class Width(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedGraph:
-    """One graph after the compiler passes, with predicted times and memory.
+    """One graph after the compiler passes, with predicted times and memory."""
 
-    Attributes:
-        kind: "forward" or "backward".
-        gathers: the all-gathers of whole parameters, in the order in which they start.
-        rows: embeddings of which only rows are gathered, where they are read. Passes do not move these gathers.
-        reduce_budget_bytes: limit of the bytes of gradients that are reduced at once. One gradient alone may be larger.
-        unsharded_bytes: most bytes of unsharded parameters at once.
-        bound_bytes: the largest `unsharded_bytes` that `gather_budget_bytes` allows.
-        live_bytes: most bytes of tensors at once, except shards: activations, unsharded parameters, gradients.
-        saved_bytes: for a backward, the bytes that its forward saved for it; for a forward, 0.
-        least_exposed_ms: time that compute waits for transfers in any schedule, even with unlimited memory; see
-            [Note: the bound] in bound.py.
-        held_by: the main cause of `exposed_ms`: "wire", transfers take too long for any schedule; "budget", the limit
-            of bytes that are unsharded or being reduced at once; "order", the places and the order in which transfers
-            start. Empty if less than 0.5% of the graph's time is exposed.
-        without_formula: (op, milliseconds) for each op without a cost formula, whose time was estimated from the bytes
-            of its tensors; see `zcompile.register_cost`.
-    """
-
-    kind: str
+    kind: str  # "forward" or "backward"
     nodes: int
-    gathers: tuple[Gather, ...]
+    gathers: tuple[Gather, ...]  # the all-gathers of whole parameters, in the order in which they start
+    # Embeddings of which only rows are gathered, where they are read. Passes do not move these gathers.
     rows: tuple[Rows, ...]
     gathered_bytes: int
     reduced_bytes: int
+    # Limit of the bytes of gradients that are reduced at once. One gradient alone may be larger.
     reduce_budget_bytes: int
     compute_ms: float
     exposed_ms: float
     slowed_ms: float
-    unsharded_bytes: int
-    bound_bytes: int
-    live_bytes: int
-    saved_bytes: int
+    unsharded_bytes: int  # most bytes of unsharded parameters at once
+    bound_bytes: int  # the largest `unsharded_bytes` that `gather_budget_bytes` allows
+    live_bytes: int  # most bytes of tensors at once, except shards: activations, unsharded parameters, gradients
+    saved_bytes: int  # for a backward, the bytes that its forward saved for it; for a forward, 0
+    # Time that compute waits for transfers in any schedule, even with unlimited memory; see [Note: the bound] in
+    # bound.py.
     least_exposed_ms: float = 0.0
+    # The main cause of `exposed_ms`: "wire", transfers take too long for any schedule; "budget", the limit of bytes
+    # that are unsharded or being reduced at once; "order", the places and the order in which transfers start. Empty if
+    # less than 0.5% of the graph's time is exposed.
     held_by: str = ""
+    # (op, milliseconds) for each op without a cost formula, whose time was estimated from the bytes of its tensors; see
+    # `zcompile.register_cost`.
     without_formula: tuple[tuple[str, float], ...] = ()
 
     @property

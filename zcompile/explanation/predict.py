@@ -217,7 +217,6 @@ def _gathers(
 
 
 def _key(start: Node, names: Mapping[Node, str]) -> Key:
-    """Return (parameter, dtype) of a gather of one parameter."""
     shard = cast(Node, start.args[0])
     return names.get(shard, shard.name), _dtype_name(start)
 

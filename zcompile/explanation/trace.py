@@ -90,7 +90,6 @@ def without_compiled_calls(model: nn.Module) -> Iterator[None]:
 
 
 def copied(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
-    """Return a copy of `graph`, and a mapping from its nodes to their copies."""
     copy, copies = Graph(), dict[Node, Node]()
     copy.output(copy.graph_copy(graph, copies))
     copy.owning_module = graph.owning_module  # which has the subgraphs that nodes name

@@ -23,8 +23,6 @@ class BadInput(ValueError):
 
 @dataclass
 class Workload:
-    """A model and its batches."""
-
     model: nn.Module  # its forward takes a batch and returns the loss
     batch: Callable[[int, int], Any]  # (step, rank) -> the batch of that rank, on the CPU
     tokens: int | None  # in one batch; None if it has none that can be counted
