@@ -85,11 +85,7 @@ class Storage:
 
 
 class Liveness:
-    """All storages of `graph`. Iteration yields each storage once, in the order of the nodes that make them.
-
-    Args:
-        fused: whether pointwise nodes fuse, as under Inductor.
-    """
+    """The storages of `graph`, in the order of the nodes that make them. `fused`: pointwise nodes fuse (Inductor)."""
 
     def __init__(self, graph: Graph, fused: bool = True):
         self.nodes, self.fused = list(graph.nodes), fused

@@ -203,12 +203,10 @@ def is_cast(node: Node) -> bool:
 
 
 def is_narrowing(node: Node) -> bool:
-    """Whether `node` casts a floating-point tensor to a dtype of fewer bytes."""
     return _added_width(node) < 0
 
 
 def is_widening(node: Node) -> bool:
-    """Whether `node` casts a floating-point tensor to a dtype of more bytes."""
     return _added_width(node) > 0
 
 
@@ -275,7 +273,6 @@ def backward_nodes(graph: Graph) -> set[Node]:
 
 
 def with_ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """Return `nodes` and all nodes that they depend on."""
     ancestors = set(nodes)
     pending = list(ancestors)
     while pending:
@@ -383,6 +380,5 @@ def is_returned(node: Node) -> bool:
 
 
 def replace_and_erase(graph: Graph, node: Node, replacement: Node) -> None:
-    """Let every user of `node` use `replacement`, and erase `node`."""
     node.replace_all_uses_with(replacement)
     graph.erase_node(node)

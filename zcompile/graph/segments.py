@@ -25,8 +25,7 @@ Segment = tuple[Sequence[Node], Set[Node]]
 def segments(graph: Graph, shards: Collection[Node]) -> list[Segment]:
     """Return the segments of a joint graph, in order. If nodes after the last cut compute the loss, they are in none.
 
-    Args:
-        shards: inputs that are shards. Activations are nodes that depend on shards and on other inputs.
+    `shards`: inputs that are shards. Activations are nodes that depend on shards and on other inputs.
     """
     activations, results = _activations(graph, shards)
     roots: dict[Node, frozenset[Node]] = {}  # activation -> the nodes that made its memory
