@@ -80,6 +80,5 @@ class ReducedSquares:
         return runtime.squares_of(index, grad)
 
     def forget(self) -> None:
-        """Drop all sums, before the next step."""
         for runtime in self.runtimes:
             runtime.clear_squares()

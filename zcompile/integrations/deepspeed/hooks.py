@@ -27,8 +27,6 @@ def hooked_parameter(engine: Any) -> str:
 
 
 class Hooks:
-    """The hooks of one engine."""
-
     def __init__(self, engine: Any):
         self.engine = engine
         self.persistent: list[ZeroParameter] = []  # small ones, which DeepSpeed keeps gathered

@@ -74,22 +74,17 @@ class LeanStep:
 
     @staticmethod
     def is_possible(optimizer: Any) -> bool:
-        """Whether `optimizer` can step without DeepSpeed's gradient buffers.
-
-        DeepSpeed reads these buffers to find overflows in fp16, and to step on the host.
-        """
+        """Whether `optimizer` can do without its gradient buffers: fp16 overflow checks and host steps read them."""
         streams = not optimizer.offload_optimizer or can_stream(optimizer, _is_elementwise(optimizer.optimizer))
         return optimizer.dtype != torch.float16 and streams
 
     @property
     def gradients(self) -> Gradients:
-        """The gradients of this step."""
         if self.cached_gradients is None:
             raise RuntimeError("zcompile: this engine's states are offloaded; call reload_states first.")
         return self.cached_gradients
 
     def install(self) -> None:
-        """Free DeepSpeed's gradient buffers, and replace the methods."""
         self.alias_main_parameters()
         self.cached_gradients = Gradients(self.optimizer, self.device)
         replaced: tuple[str, ...] = self.REPLACED
@@ -130,7 +125,6 @@ class LeanStep:
                 main.data = partitions.data
 
     def restore_buffers(self) -> None:
-        """Allocate DeepSpeed's buffers, and copy the gradients of this step into them."""
         if self.cached_gradients is not None:
             self.cached_gradients.restore_buffers(self.optimizer)
             self.cached_gradients = None
@@ -185,8 +179,7 @@ class LeanStep:
     def cut(self, sub_group: int) -> SubGroup | HostSubGroup | None:
         """Return sub-group `sub_group`, to step it parameter by parameter; None if it must step as one flat parameter.
 
-        Raises:
-            RuntimeError: it must step as one flat parameter, and is in host memory.
+        Raises RuntimeError if it must step as one flat parameter, and is in host memory.
         """
         optimizer = self.optimizer
         inner, flat = optimizer.optimizer, optimizer.fp32_partitioned_groups_flat[sub_group]

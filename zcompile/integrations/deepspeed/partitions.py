@@ -37,7 +37,6 @@ class Partition(ShardedParameter):
         return _without_padding(self.parameter, self.rank)
 
     def main_params(self) -> list[torch.Tensor]:
-        """Return the tensors through which users may write to the partition."""
         return [self.parameter.ds_tensor]
 
     def moved(self) -> bool:

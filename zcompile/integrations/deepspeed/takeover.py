@@ -164,7 +164,6 @@ class Takeover:
         self.original.destroy(self.engine)
 
     def fail(self, doing: str, error: Exception) -> None:
-        """Warn that `doing` failed, and give the engine back."""
         log.warning("zcompile: %s failed, and training goes on in eager ZeRO-3: %s", doing, error)
         log.debug("zcompile: %s failed", doing, exc_info=error)
         self.give_back(f"{doing} failed: {error}")

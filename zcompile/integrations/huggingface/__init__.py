@@ -34,7 +34,6 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module of class `name`, and return the class."""
     if name in _MODULES:
         return getattr(importlib.import_module(f"zcompile.integrations.huggingface.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

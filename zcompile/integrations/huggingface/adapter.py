@@ -73,7 +73,6 @@ class CompilePlugin(TorchDynamoPlugin):
             raise ValueError("zcompile: pass either a mode or options to CompilePlugin.")
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of `torch.compile`."""
         kwargs = {"fullgraph": self.fullgraph, "dynamic": self.dynamic, "mode": self.mode, "options": self.options}
         return {"backend": BACKEND} | {name: value for name, value in kwargs.items() if value is not None}
 
