@@ -11,13 +11,10 @@ from zcompile.profile.zcompile_engines import counted_bytes
 
 
 class Zero3(Engine):
-    """DeepSpeed's stage 3."""
-
     casts_inputs = False
     added_config: ClassVar[dict[str, Any]] = {}  # merged into DeepSpeed's configuration
 
     def zero_options(self) -> dict[str, Any]:
-        """Return the settings that this engine adds to "zero_optimization"."""
         return {}
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -58,15 +55,11 @@ class Zero3(Engine):
 
 
 class DeepCompile(Zero3):
-    """DeepSpeed's stage 3 with its compiler."""
-
     wire_is_traced = False  # DeepCompile has a communicator of its own
     added_config: ClassVar[dict[str, Any]] = {"compile": {"deepcompile": True}}
 
 
 class Zero3Zcompile(Zero3):
-    """DeepSpeed's stage 3 with zcompile's flag."""
-
     def zero_options(self) -> dict[str, Any]:
         return {"zcompile": {"enabled": True, **self.options}}
 

@@ -99,10 +99,7 @@ class Engine:
         return 0
 
     def wire_bytes(self) -> int | None:
-        """Return the size of the unsharded parameters and gradients that this rank gathered and reduced so far, bytes.
-
-        None if the engine does not count these bytes.
-        """
+        """Return the unsharded bytes that this rank gathered and reduced so far; None if the engine does not count."""
         return None
 
     def explain(self, batch: Any) -> Explanation | None:

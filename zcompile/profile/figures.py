@@ -13,12 +13,10 @@ Results = Mapping[str, Any]
 
 
 def finished(results: Results) -> dict[str, dict[str, Any]]:
-    """Return the engines that were measured, by name."""
     return {name: engine for name, engine in results["engines"].items() if "step_ms" in engine}
 
 
 def svg_of(figure: Figure) -> str:
-    """Return the figure as an `svg` element."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()
@@ -53,7 +51,6 @@ def draw_step_time(results: Results) -> Figure:
 
 
 def draw_memory(results: Results) -> Figure:
-    """Draw the peak memory of each engine."""
     engines = finished(results)
     figure, axes = _plot(0.6 + 0.4 * len(engines))
     names = sorted(engines, key=lambda name: -engines[name]["peak_bytes"])
@@ -83,7 +80,6 @@ def draw_timeline(results: Results) -> Figure | None:
 
 
 def draw_losses(results: Results) -> Figure:
-    """Draw the losses of each engine that trains."""
     figure, axes = _plot(3)
     for name, engine in finished(results).items():
         if name != "limit":  # it does not train
@@ -96,7 +92,6 @@ def draw_losses(results: Results) -> Figure:
 
 
 def draw_every_step(results: Results) -> Figure:
-    """Draw the time of each timed step."""
     figure, axes = _plot(3)
     for i, (name, engine) in enumerate(finished(results).items()):
         for repeat, times in enumerate(engine["step_ms"]["all"]):

@@ -18,7 +18,6 @@ HOST_BOUND, IDLE = 0.9, 0.05
 
 
 def absent(results: Results) -> dict[str, str]:
-    """Return the engines that were not measured, with the reasons."""
     why = {name: engine.get("failed") or engine.get("skipped") for name, engine in results["engines"].items()}
     return {name: reason for name, reason in why.items() if reason}
 
@@ -84,7 +83,6 @@ def _row(name: str, engine: Mapping[str, Any], on_gpu: bool) -> list[str]:
 
 
 def table(results: Results) -> str:
-    """Return the table of `rows` as text for a terminal."""
     head, body = rows(results)
     return table_text(head[0], head[1:], body)
 
@@ -98,7 +96,6 @@ def title(results: Results) -> str:
 
 
 def clear(folder: Path) -> None:
-    """Make the folder, and remove an earlier report from it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("results.json", "report.html", *(f"{picture}.png" for picture in PICTURES)):

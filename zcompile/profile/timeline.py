@@ -136,7 +136,6 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def clip(intervals: list[Interval], to: Interval) -> list[Interval]:
-    """Clip disjoint intervals to `to`."""
     cut = [(max(begin, to[0]), min(end, to[1])) for begin, end in intervals]
     return [(begin, end) for begin, end in cut if begin < end]
 

@@ -92,8 +92,6 @@ class MainParameters(Engine):
 
 
 class CompiledGraphs(MainParameters):
-    """`MainParameters` with Inductor's CUDA graphs."""
-
     mode = "reduce-overhead"
 
 
@@ -182,10 +180,7 @@ class Fsdp2Tuned(Fsdp2Compile):
 
 
 class SimpleFsdp(Engine):
-    """SimpleFSDP (arXiv:2411.00284): each read of a parameter is an all-gather in the compiled graph.
-
-    Inductor orders the all-gathers.
-    """
+    """SimpleFSDP (arXiv:2411.00284): each read of a parameter is an all-gather in the graph, ordered by Inductor."""
 
     casts_inputs = False
 
@@ -204,7 +199,6 @@ class SimpleFsdp(Engine):
         return model
 
     def compile(self, model: nn.Module) -> None:
-        """Compile the sharded model. Subclasses have settings of their own."""
         model.compile()
 
 

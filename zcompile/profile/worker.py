@@ -39,8 +39,6 @@ RECORDED_STEPS = 2  # in the trace that may be kept
 
 
 class Run:
-    """Trains with one engine and measures."""
-
     def __init__(self, job: Job):
         self.job = job
         self.cuda = job.device == "cuda"

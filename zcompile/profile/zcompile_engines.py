@@ -34,12 +34,10 @@ class Eager(Engine):
 
     @property
     def settings_of_backend(self) -> dict[str, Any]:
-        """The options of the engine that `torch.compile` takes."""
         others = "offload", "step_in_backward", "gather_dtype"
         return {name: value for name, value in self.options.items() if name not in others}
 
     def units_of(self, model: nn.Module) -> list[nn.Module] | None:
-        """Return the argument `units` of `zcompile.shard`."""
         return None
 
     def extra_bytes(self) -> int:
