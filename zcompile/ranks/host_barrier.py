@@ -22,10 +22,7 @@ class Meeting:
     """A barrier of the ranks of a model's mesh."""
 
     def __init__(self, state: ShardedModel, purpose: int):
-        """
-        Args:
-            purpose: the call that waits: `GENERATE` or `EXPORT`. If ranks wait in different calls, they raise.
-        """
+        """`purpose`: the call that waits, `GENERATE` or `EXPORT`. If ranks wait in different calls, they raise."""
         self.runtime, self.purpose, self.number = state.runtime, purpose, state.groups.number
         try:
             self.group = weakref.ref(meeting_group(state.mesh))

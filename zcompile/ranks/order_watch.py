@@ -42,8 +42,7 @@ _watches: dict[str, "OrderWatch"] = {}  # name of the gather group -> its watch
 def watch_order(runtime: _C.Model, groups: Groups, timeout_s: float) -> Callable[[int], int]:
     """Watch the collectives of `runtime`. All models over one process group share a thread, until all are freed.
 
-    Returns:
-        A function that returns how many collectives a rank has started; of another rank, how many it last published.
+    The result tells how many collectives a rank has started; of another rank, how many it last published.
     """
     watch = _watches.get(groups.gather)
     # A group may have the name of one that was closed before it was made.
@@ -83,7 +82,6 @@ class OrderWatch:
         self.thread.join(CLOSE_S)
 
     def run(self) -> None:
-        """Compare logs once in each period."""
         while not self.stop.wait(self.period_s):
             with self.lock:
                 runtime = next(iter(self.runtimes), None)
@@ -142,7 +140,6 @@ class OrderWatch:
         runtime.abort_nccl()
 
     def publish(self, message: str) -> None:
-        """Publish an error for the other ranks of the group."""
         with contextlib.suppress(RuntimeError, ValueError):
             if self.has_store:
                 self.store.set("failed", message)
@@ -153,7 +150,6 @@ def _store_of(groups: Groups) -> dist.Store:
 
 
 def base_store() -> dist.Store:
-    """The store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -163,7 +159,6 @@ def order_store_name(groups: Groups) -> str:
 
 
 def started_here(runtime: _C.Model) -> int:
-    """How many collectives this rank has started."""
     digests = runtime.order_digests()
     return digests[0][0] if digests else 0
 
@@ -175,7 +170,6 @@ def started_there(store: dist.Store, rank: int) -> int:
 
 
 def last_of(marks: Marks) -> str:
-    """Describe the last collective of a log."""
     return f"number {marks[-1][0]}, {marks[-1][2]}" if marks else "none"
 
 
@@ -207,7 +201,6 @@ def first_difference(said: Mapping[int, Marks]) -> str:
 
 
 def by_text(texts: Mapping[int, str]) -> str:
-    """List each text with its ranks."""
     parts = []
     for text in itertools.islice(dict.fromkeys(texts.values()), MOST_NAMED):
         ranks = [str(rank) for rank, other in texts.items() if other == text]

@@ -24,7 +24,6 @@ def default_mesh(model: nn.Module | None = None) -> DeviceMesh:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """The device of this rank's shards."""
     return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
@@ -39,7 +38,6 @@ def is_fake(mesh: DeviceMesh) -> bool:
 
 
 def timeout_of(mesh: DeviceMesh) -> datetime.timedelta:
-    """Return the timeout of the process group over which parameters are sharded."""
     if is_fake(mesh):
         return dist.constants.default_pg_timeout
     options: Any = shard_group_of(mesh)._get_backend(torch.device(mesh.device_type)).options
@@ -67,11 +65,7 @@ def _own_group(use: str, ranks: list[int], mesh: DeviceMesh, backend: str | None
 
 
 def order_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the gloo group over which ranks of `mesh` compare their collectives before an optimizer steps.
-
-    Raises:
-        RuntimeError: gloo does not work on this machine.
-    """
+    """Return the gloo group for comparing collectives before optimizer steps. Raises RuntimeError if gloo fails."""
     try:
         return _own_group("order", mesh.mesh.flatten().tolist(), mesh, "gloo")
     except RuntimeError as error:
@@ -93,24 +87,17 @@ _numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyD
 
 @dataclass(frozen=True)
 class Groups:
-    """The names of the process groups of a model's runtime, as `Groups` of csrc/transport/context.h has them.
+    """The names of the process groups of a model's runtime, as `Groups` of csrc/transport/context.h has them."""
 
-    Attributes:
-        gather, reduce: two groups of the ranks over which parameters are sharded, so that gathers and reduces overlap.
-        replicate: the group of the ranks that hold the same shard (replicas); "" on a 1-D mesh.
-        rank, world: this process's rank in `gather`, and the number of ranks there.
-        number: the model's number among the models over the same ranks; the same on all ranks.
-    """
-
+    # Two groups of the ranks over which parameters are sharded, so that gathers and reduces overlap.
     gather: str
     reduce: str
-    replicate: str
-    rank: int
-    world: int
-    number: int
+    replicate: str  # the group of the ranks that hold the same shard (replicas); "" on a 1-D mesh
+    rank: int  # this process's rank in `gather`
+    world: int  # the number of ranks there
+    number: int  # the model's number among the models over the same ranks; the same on all ranks
 
     def make_runtime(self, **options: Any) -> _C.Model:
-        """Make a runtime over these groups."""
         return _C.Model(**asdict(self), **options)
 
     def make_runtime_to_measure(self) -> _C.Model:
@@ -121,8 +108,7 @@ class Groups:
 def groups_of(mesh: DeviceMesh, for_units: bool = False) -> Groups:
     """Make the process groups for a new model over `mesh`; a collective call.
 
-    Args:
-        for_units: make groups for units, whose gathers and reduces share one; see [Note: order of units].
+    `for_units`: whether for units, whose gathers and reduces share one group; see [Note: order of units].
     """
     gather = reduce = shard_group = shard_group_of(mesh)
     replicas = mesh.get_group(0) if mesh.ndim == 2 else None
@@ -156,7 +142,6 @@ def all_gather_over_mesh(mesh: DeviceMesh, value: Any) -> list:
 
 
 def all_gather_object(group: dist.ProcessGroup, value: Any) -> list:
-    """Gather `value` from all ranks of `group`, by rank."""
     values: list[Any] = [None] * group.size()
     try:
         dist.all_gather_object(values, value, group=group)

@@ -10,15 +10,11 @@ import torch.distributed as dist
 
 
 class Line(NamedTuple):
-    """One entry in the description of a program, such as a parameter that it reads.
+    """One entry in the description of a program, such as a parameter that it reads."""
 
-    Attributes:
-        text: must be equal on all ranks.
-        place: the place in the model's source, for errors. It may differ between ranks, because a rank that skips a
-            part of the model compiles other code around the same reads of parameters.
-    """
-
-    text: str
+    text: str  # must be equal on all ranks
+    # The place in the model's source, for errors. It may differ between ranks, because a rank that skips a part of the
+    # model compiles other code around the same reads of parameters.
     place: str = ""
 
     def __str__(self) -> str:
@@ -108,11 +104,7 @@ class Agreement:
         return max(said)
 
     def stop(self, reason: str) -> None:
-        """Make the checks of the other ranks raise, because this rank has failed. They would wait for it in vain.
-
-        Args:
-            reason: ends the error's text, after the name of this rank.
-        """
+        """Make the checks of other ranks raise: they would wait for this one in vain. `reason` ends the error."""
         self._end_round(f"zcompile: rank {self.rank} {reason}")
 
     def _has_come(self, rank: int, key: str, position: int) -> bool:

@@ -23,13 +23,8 @@ def raised_on_all_ranks(
 ) -> Iterator[Progress]:
     """Context manager that raises on all ranks if its `with` block raised on one of them. All ranks enter it.
 
-    The block must contain no collective call.
-
-    Args:
-        failure: the begin of the error's text, with {} in place of the number of the rank that raised.
-
-    Raises:
-        RuntimeError: the block raised on a rank. The text names that rank, its `Progress`, and its exception.
+    The block must contain no collective call. The text of the RuntimeError begins with `failure`, where {} is replaced
+    by the number of the rank that raised, and names its `Progress` and exception.
     """
     progress, error = Progress(), None
     try:
