@@ -65,20 +65,14 @@ class Kind:
 
 
 class Contributor(NamedTuple):
-    """Adds members to the subclasses of sharded modules, for generation, recurrent layers, units and others.
+    """Adds members to the subclasses of sharded modules, for generation, recurrent layers, units and others."""
 
-    Attributes:
-        applies: (base class, kind) -> whether the subclass for that base class and kind gets the members.
-        members: (base class, kind) -> dict of the members by name.
-        around: runs the forward of the module; see `counting_call`. The contributor registered last is outermost.
-        swapped, restored: called with a module after it got the subclass, and after it got its own class back.
-    """
-
-    applies: Callable[[type, Kind], bool]
-    members: Callable[[type, Kind], dict[str, Any]]
+    applies: Callable[[type, Kind], bool]  # whether the subclass for that base class and kind gets the members
+    members: Callable[[type, Kind], dict[str, Any]]  # the members by name
+    # Runs the forward of the module; see `counting_call`. The contributor registered last is outermost.
     around: Around | None = None
-    swapped: Callable[[nn.Module], None] | None = None
-    restored: Callable[[nn.Module], None] | None = None
+    swapped: Callable[[nn.Module], None] | None = None  # called with a module after it got the subclass
+    restored: Callable[[nn.Module], None] | None = None  # called with a module after it got its own class back
 
 
 _contributors: list[Contributor] = []
@@ -90,7 +84,6 @@ def contribute(contributor: Contributor) -> None:
 
 
 def contributors_of(base: type, kind: Kind) -> list[Contributor]:
-    """Return the contributors that add members to the subclass of `base` for sharded modules of `kind`."""
     return [contributor for contributor in _contributors if contributor.applies(base, kind)]
 
 

@@ -11,9 +11,8 @@ from zcompile.state.sharded_model import ShardedModel
 def connect(plan: ShardPlan, machine: Machine) -> ShardedModel:
     """Make the process groups and runtimes that `plan` needs. A collective call.
 
-    Returns:
-        A `ShardedModel` that has no parameters yet, with a runtime for each mesh over which parameters will be sharded
-        and one for units (modules gathered whole at their call).
+    The returned model has no parameters yet. It has a runtime for each mesh over which parameters will be sharded, and
+    one for units (modules gathered whole at their call).
     """
     options, scale = plan.options, plan.mesh.size() / plan.divisor
     make = functools.partial(

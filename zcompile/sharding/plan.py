@@ -42,46 +42,28 @@ class ShardOptions:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """How a model is sharded.
+    """How a model is sharded."""
 
-    Attributes:
-        mesh: the mesh passed to `zcompile.shard`, over which parameters are sharded by default.
-        options: the other arguments of `zcompile.shard`.
-        meshes: further meshes, over which placements shard parameters; in the order of their first parameters.
-        placements: id of a sharded parameter -> its placement.
-        units: path -> module, for each unit (a module gathered whole at its call).
-        in_units: the modules with parameters that units gather.
-        experts: the present implementation of experts of each Hugging Face module that has several. Empty if reads of
-            parameters neither gather nor cast, as on one rank without `param_dtype`.
-        policies: id of a parameter -> its mixed-precision policy.
-        in_int8: ids of the parameters that are gathered in int8.
-        casts: module -> dtypes to which it casts its inputs and outputs; see precision.py.
-        divisor: the number by which sums of gradients over ranks are divided.
-        options_text: the options as text. An artifact (compiled code in a file) is only used if its text is equal.
-        description: lines that must be equal on all ranks.
-    """
-
-    mesh: DeviceMesh
-    options: ShardOptions
+    mesh: DeviceMesh  # the mesh passed to `zcompile.shard`, over which parameters are sharded by default
+    options: ShardOptions  # the other arguments of `zcompile.shard`
+    # Further meshes, over which placements shard parameters; in the order of their first parameters.
     meshes: tuple[DeviceMesh, ...]
-    placements: dict[int, Placement]
-    units: dict[str, nn.Module]
-    in_units: frozenset[nn.Module]
+    placements: dict[int, Placement]  # id of a sharded parameter -> its placement
+    units: dict[str, nn.Module]  # path -> module, for each unit (a module gathered whole at its call)
+    in_units: frozenset[nn.Module]  # the modules with parameters that units gather
+    # The present implementation of experts of each Hugging Face module that has several. Empty if reads of parameters
+    # neither gather nor cast, as on one rank without `param_dtype`.
     experts: list[ExpertsImplementation]
-    policies: dict[int, MixedPrecision]
-    in_int8: frozenset[int]
-    casts: dict[nn.Module, Casts]
-    divisor: float
-    options_text: str
-    description: tuple[str, ...]
+    policies: dict[int, MixedPrecision]  # id of a parameter -> its mixed-precision policy
+    in_int8: frozenset[int]  # ids of the parameters that are gathered in int8
+    casts: dict[nn.Module, Casts]  # module -> dtypes to which it casts its inputs and outputs; see precision.py
+    divisor: float  # the number by which sums of gradients over ranks are divided
+    options_text: str  # the options as text. An artifact (compiled code in a file) is only used if its text is equal.
+    description: tuple[str, ...]  # lines that must be equal on all ranks
 
 
 def plan_shards(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, placements: Placements) -> ShardPlan:
-    """Plan how to shard `model`, which has passed `validate`. No communication.
-
-    Args:
-        placements: the placements that `validate` returned.
-    """
+    """Plan how to shard `model`, with the placements that `validate` returned. No communication."""
     lines = [*_parameter_lines(model, options.ignored), *_placement_lines(placements)]
     policies = policies_of(model, options.policy, options.own_policies)
     quantizes = options.gather_dtype is not None

@@ -23,7 +23,6 @@ def _nothing(self: Any) -> None:
 
 
 def recurrent_members(base: type, kind: Kind) -> dict[str, Any]:
-    """Return the members for the class of a sharded recurrent layer."""
     return {
         "_flat_weights": property(_flat_weights, lambda self, value: None),
         "_init_flat_weights": _nothing,  # torch calls it after `_apply`

@@ -18,11 +18,8 @@ from zcompile.state.sharded_parameter import ShardedParameter
 def read_given(module: nn.Module, name: str) -> torch.Tensor | None:
     """Return the unsharded value of the replacement of parameter `name` of `module`; None if the replacement is None.
 
-    If the replacement is a DTensor, its gradient is the mean over the ranks of its mesh.
-
-    Raises:
-        RuntimeError: the replacement is neither a DTensor of the parameter's shape, placements and mesh, nor a whole
-            tensor inside of `zcompile.unshard`.
+    If the replacement is a DTensor, its gradient is the mean over the ranks of its mesh. Raises RuntimeError if it is
+    neither a DTensor of the parameter's shape, placements and mesh, nor a whole tensor inside of `zcompile.unshard`.
     """
     sharded: ShardedParameter = module.__dict__[SHARDED + name]
     given: Any = module._parameters[name]
