@@ -78,25 +78,17 @@ def _warn_once(unreduced: "weakref.ref[UnreducedParameters]", parameter: nn.Para
 
 @dataclass
 class ForwardChecks:
-    """
-    Attributes:
-        unreduced: finds parameters whose gradients are not reduced; None on one rank, where no gradient is reduced.
-        experts: the Hugging Face modules that can compute their experts in several ways.
-        eager_without_grad: whether forwards without gradients must run in eager. True if a tensor-parallel plan of
-            transformers has replaced the forward of linear layers. The new forward reads local tensors from
-            `module._parameters`, and only in eager code does that hold unsharded parameters.
-    """
-
+    # Finds parameters whose gradients are not reduced; None on one rank, where no gradient is reduced.
     unreduced: UnreducedParameters | None = None
+    # The Hugging Face modules that can compute their experts in several ways.
     experts: list[ExpertsImplementation] = field(default_factory=list)
+    # Whether forwards without gradients must run in eager. True if a tensor-parallel plan of transformers has replaced
+    # the forward of linear layers. The new forward reads local tensors from `module._parameters`, and only in eager
+    # code does that hold unsharded parameters.
     eager_without_grad: bool = False
 
     def check(self) -> None:
-        """Count a forward for `unreduced`, and check that experts are computed as they were at `zcompile.shard`.
-
-        Raises:
-            RuntimeError: a module now loops over its experts, and did not in `zcompile.shard`, or the reverse.
-        """
+        """Count a forward for `unreduced`. Raise RuntimeError if experts are not computed as at `zcompile.shard`."""
         if self.unreduced is not None:
             self.unreduced.count_forward()
         for experts in self.experts:

@@ -209,7 +209,6 @@ def checking_requires_grad(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 @torch.compiler.disable
 def call_eagerly(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run `call(*args, **kwargs)` without compiled code."""
     was_eager, _thread.is_eager = _thread.is_eager, True
     try:
         with torch.compiler.set_stance("force_eager"):

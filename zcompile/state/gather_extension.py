@@ -56,16 +56,11 @@ def part_held_by(parameter: Any) -> torch.Tensor:
 
 
 def name_of(kind: type) -> str:
-    """Return the name of a class, with its module."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def check_hooks(name: str, parameter: torch.Tensor, mesh: DeviceMesh, dim: int) -> Exception | None:
-    """Return an error, for all ranks to raise together, if a tensor subclass cannot be sharded over `mesh`; else None.
-
-    Args:
-        dim: the tensor dimension to shard along.
-    """
+    """Return an error, for all ranks to raise, if a tensor subclass cannot be sharded along `dim`; else None."""
     part, world = part_held_by(parameter), mesh.size(mesh.ndim - 1)
     where = f"zcompile.shard: parameter '{name}' is a {name_of(type(part))} (rank {dist.get_rank()})"
     if not (hasattr(part, PRE) and hasattr(part, POST)):
@@ -131,15 +126,10 @@ def _own_ops() -> Iterator[None]:
 
 
 class Components(NamedTuple):
-    """The plain tensors that an all-gather of one parameter moves: this rank's before it, all ranks' after it.
+    """The plain tensors that an all-gather of one parameter moves: this rank's before it, all ranks' after it."""
 
-    Attributes:
-        tensors: the components. After the gather, each has the rows of all ranks, in rank order.
-        metadata: the second result of `fsdp_pre_all_gather`, to be passed to `fsdp_post_all_gather`.
-    """
-
-    tensors: list[torch.Tensor]
-    metadata: Any
+    tensors: list[torch.Tensor]  # the components. After the gather, each has the rows of all ranks, in rank order.
+    metadata: Any  # the second result of `fsdp_pre_all_gather`, to be passed to `fsdp_post_all_gather`
 
 
 class GatherExtension(abc.ABC):
@@ -170,7 +160,6 @@ class GatherExtension(abc.ABC):
         """Make the components of this rank's shard."""
 
     def _add(self, sharded: "ShardedParameter", component: torch.Tensor) -> int:
-        """Register a component with the runtime. Return its index."""
         world, rows = sharded.state.groups.world, component.shape[0] if component.ndim else 1
         return sharded.state.runtime.add(
             name=sharded.name,
@@ -211,7 +200,6 @@ class GatherExtension(abc.ABC):
         return [*self.gathered, *self.inner]
 
     def free(self) -> None:
-        """Free the memory of the unsharded parameter."""
         free_memory(self.gathered)
         for each in self.inner:
             each.untyped_storage().resize_(0)
@@ -264,14 +252,12 @@ class SubclassGather(GatherExtension):
             )
 
     def unsharded_of(self, sharded: "ShardedParameter", metadata: Any) -> torch.Tensor:
-        """Make the unsharded parameter by `fsdp_post_all_gather`."""
         made, inner = getattr(self.local, POST)(tuple(self.gathered), metadata, param_dtype_of(sharded))
         gathered = {each.untyped_storage()._cdata for each in self.gathered}
         self.inner = [each for each in inner if each.untyped_storage()._cdata not in gathered]
         return cast(torch.Tensor, made)
 
     def write(self, sharded: "ShardedParameter", metadata: Any, unsharded: torch.Tensor) -> None:
-        """Write the values by `fsdp_post_all_gather`, with `out=unsharded`."""
         getattr(self.local, POST)(tuple(self.gathered), metadata, param_dtype_of(sharded), out=unsharded)
 
     @torch.no_grad()
@@ -285,7 +271,6 @@ class SubclassGather(GatherExtension):
 
 
 def extension_of(sharded: "ShardedParameter") -> GatherExtension:
-    """Return the `GatherExtension` of a parameter that has one."""
     assert sharded.extension is not None
     return sharded.extension
 
@@ -297,10 +282,7 @@ def tensors_of(gathered: Sequence[torch.Tensor | Components]) -> list[torch.Tens
 
 
 def refuse_subclass_grad(name: str, grad: torch.Tensor) -> None:
-    """
-    Raises:
-        RuntimeError: the gradient `grad` of parameter `name` is not a plain tensor.
-    """
+    """Raise RuntimeError if the gradient `grad` of parameter `name` is not a plain tensor."""
     if (kind := subclass_of(grad)) is not None:
         raise RuntimeError(
             f"zcompile: the gradient of parameter '{name}' is a {name_of(kind)} (rank {dist.get_rank()}), which cannot "
@@ -309,7 +291,6 @@ def refuse_subclass_grad(name: str, grad: torch.Tensor) -> None:
 
 
 def param_dtype_of(sharded: "ShardedParameter") -> torch.dtype:
-    """Return the dtype of the unsharded parameter."""
     return sharded.layout.dtype or sharded.leaf.dtype
 
 

@@ -50,7 +50,6 @@ class Int8Gather(GatherExtension):
         self.chunk = chunk  # elements of the largest shard
 
     def components_of(self, sharded: "ShardedParameter") -> Components:
-        """Return this rank's shard in int8, and its scales."""
         values, padded = sharded.local().reshape(-1), -(-self.chunk // BLOCK) * BLOCK
         if values.numel() < padded:
             values = nn.functional.pad(values, (0, padded - values.numel()))

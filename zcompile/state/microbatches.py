@@ -15,18 +15,12 @@ class Deferred(enum.Enum):
 
 @dataclass
 class Microbatches:
-    """
-    Attributes:
-        accumulates: whether the model is inside of the `with` block: gradients add up, and parameters do not change.
-        reduce: the argument `reduce` of `zcompile.accumulate`.
-        deferred: the part of each gradient reduce that is done once, at the end of the `with` block.
-        cache_bytes: the option `microbatch_cache_bytes` of the last compile of the model.
-    """
-
+    # Whether the model is inside of the `with` block: gradients add up, and parameters do not change.
     accumulates: bool = False
-    reduce: str = "each"
+    reduce: str = "each"  # the argument `reduce` of `zcompile.accumulate`
+    # The part of each gradient reduce that is done once, at the end of the `with` block.
     deferred: Deferred = Deferred.NOTHING
-    cache_bytes: int | None = None
+    cache_bytes: int | None = None  # the option `microbatch_cache_bytes` of the last compile of the model
 
     @property
     def adds_up(self) -> bool:

@@ -52,12 +52,7 @@ Placements = list[tuple[nn.Parameter, Placement]]  # for each sharded parameter,
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Refuse a mesh that zcompile cannot shard over.
-
-    Raises:
-        TypeError: `mesh` is not a DeviceMesh.
-        ValueError: `mesh` is neither 1-D nor 2-D, or does not contain this rank.
-    """
+    """Raise TypeError unless `mesh` is a DeviceMesh, ValueError unless it is 1-D or 2-D and contains this rank."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"zcompile.shard: mesh must be a torch DeviceMesh, not {type(mesh).__name__}.")
     if mesh.ndim not in (1, 2):
@@ -96,11 +91,7 @@ def placements_of(
 
 
 def placement_of(parameter: nn.Parameter, choose: PlacementFunction | None) -> Placement:
-    """Return the placement that `choose` returns for `parameter`, as a `Placement`.
-
-    Raises:
-        TypeError: `choose` returned another type.
-    """
+    """Return the result of `choose` for `parameter` as a `Placement`. Raises TypeError if it is of another type."""
     chosen = None if choose is None else choose(parameter)
     if chosen is None:
         return Placement()
@@ -158,10 +149,7 @@ def inner_over(key: Hashable, placements: tuple[Any, ...], shape: torch.Size, st
 
 
 def remembered_mesh(key: Hashable) -> DeviceMesh:
-    """
-    Raises:
-        RuntimeError: no model of this process reads DTensors over a mesh with this `key`.
-    """
+    """Raises RuntimeError if no model of this process reads DTensors over a mesh with this `key`."""
     if key not in _meshes:
         raise RuntimeError(f"it has a DTensor over the mesh {key}, which is no mesh of the model's parameters.")
     return _meshes[key]
@@ -169,26 +157,18 @@ def remembered_mesh(key: Hashable) -> DeviceMesh:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the runtime moves a parameter, and how modules read it.
+    """How the runtime moves a parameter, and how modules read it."""
 
-    Attributes:
-        shape: the shape of the all-gathered tensor. If `dim` is 0, it is that of the parameter, or of its local tensor
-            under tensor or expert parallelism. Otherwise it is (number of shards, *shape of a shard).
-        dim: the tensor dimension along which the parameter is sharded.
-        inner: if modules read a DTensor (tensor or expert parallelism), its mesh and placements; else None.
-        domain: number of the parameter's domain, the parameters over one mesh; see [Note: domains].
-        dtype: the dtype of gathers; None for the parameter's dtype at the time of the gather.
-        local: whether modules read the local tensor of a parameter that was a DTensor, as a plain tensor.
-        is_extended: whether other tensors are gathered in place of the parameter; see gather_extension.py.
-    """
-
+    # The shape of the all-gathered tensor. If `dim` is 0, it is that of the parameter, or of its local tensor under
+    # tensor or expert parallelism. Otherwise it is (number of shards, *shape of a shard).
     shape: tuple[int, ...]
-    dim: int = 0
+    dim: int = 0  # the tensor dimension along which the parameter is sharded
+    # If modules read a DTensor (tensor or expert parallelism), its mesh and placements; else None.
     inner: Inner | None = None
-    domain: int = 0
-    dtype: torch.dtype | None = None
-    local: bool = False
-    is_extended: bool = False
+    domain: int = 0  # number of the parameter's domain, the parameters over one mesh; see [Note: domains]
+    dtype: torch.dtype | None = None  # the dtype of gathers; None for the parameter's dtype at the time of the gather
+    local: bool = False  # whether modules read the local tensor of a parameter that was a DTensor, as a plain tensor
+    is_extended: bool = False  # whether other tensors are gathered in place of the parameter; see gather_extension.py
 
     @property
     def is_plain(self) -> bool:
@@ -224,7 +204,6 @@ class Layout:
 
 
 def part_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor if `parameter` is a DTensor, else `parameter` itself."""
     return parameter.to_local().contiguous() if isinstance(parameter, DTensor) else parameter
 
 

@@ -128,8 +128,7 @@ class ShardedModel:
     def gather_host_shards(self, held: Container[int]) -> None:
         """After an optimizer step, start to all-gather over hosts the parameters that it changed, if hosts shard them.
 
-        Args:
-            held: ids of the optimizer's parameters.
+        `held`: ids of the optimizer's parameters.
         """
         if self.over_hosts:
             stepped = [
@@ -146,8 +145,7 @@ class ShardedModel:
     def use_transport(self, wanted: str) -> None:
         """Change the transport of gathers and reduces to `wanted`, one of TRANSPORTS. All ranks must call this.
 
-        Raises:
-            ValueError: `wanted` is not known, or not possible on this mesh.
+        Raises ValueError if `wanted` is not known, or not possible on this mesh.
         """
         if self.domain > 0 and self.mesh.device_type == "cuda":
             wanted = "nccl"
@@ -251,13 +249,10 @@ class ShardedModel:
             self.runtime.guard_data(sharded.index, sharded.parameter)
 
     def refuse_assigned_data(self) -> None:
-        """Raise, once for each assignment, if the program has assigned to `.data` of a parameter.
+        """Raise RuntimeError, once for each assignment, if the program has assigned to `.data` of a parameter.
 
         A DTensor's values are in its local tensor. An assignment to the DTensor's `.data` leaves them as they were.
         `torch.utils.swap_tensors` looks the same here, but also exchanges the local tensor: then the leaf is replaced.
-
-        Raises:
-            RuntimeError: an assignment was lost; the text names the parameter.
         """
         sharded, names = list(self.parameters.values()), []
         while (index := self.runtime.assigned_data([each.parameter for each in sharded])) >= 0:
@@ -274,10 +269,7 @@ class ShardedModel:
             )
 
     def refuse_late_hooks(self) -> None:
-        """
-        Raises:
-            RuntimeError: a parameter has FSDP2's all-gather hooks now, and had none at `zcompile.shard`.
-        """
+        """Raise RuntimeError if a parameter has FSDP2's all-gather hooks now, and had none at `zcompile.shard`."""
         for sharded in (each for model in models_of(self) for each in model.in_modules()):
             if sharded.extension is None and has_hooks(sharded.parameter):
                 raise RuntimeError(
@@ -316,10 +308,9 @@ def install_leaves(state: ShardedModel) -> None:
 
 
 def state_of(model: nn.Module) -> ShardedModel:
-    """Return the ShardedModel of `model`. Its attribute `units` is the ShardedModel of the units of `model`.
+    """Return the ShardedModel of `model`. Its `units` is the ShardedModel of the units of `model`.
 
-    Raises:
-        RuntimeError: `model` is not sharded.
+    Raises RuntimeError if `model` is not sharded.
     """
     found = [module.__dict__[STATE] for module in model.modules() if STATE in module.__dict__]
     if not found:

@@ -70,13 +70,11 @@ class ShardedParameter:
         return [(module, attribute) for module, attribute in owners if module is not None]
 
     def add_owner(self, module: nn.Module, attribute: str, leaf: nn.Parameter) -> None:
-        """Register `module`, which reads the parameter as `attribute`, and let the module hold the leaf."""
         self.owner_references.append((weakref.ref(module), attribute))
         module.__dict__[LEAF + attribute] = leaf
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the gathered tensor; see `Layout.shape`."""
         return self.layout.shape
 
     @property
@@ -115,11 +113,7 @@ class ShardedParameter:
         return local.untyped_storage().data_ptr() == self.leaf.untyped_storage().data_ptr() and local.numel() > 0
 
     def make_leaf(self, local: torch.Tensor) -> nn.Parameter:
-        """Make a leaf over the local tensor `local`.
-
-        Raises:
-            RuntimeError: the parameter was a tensor subclass, and its new local tensor is of another class.
-        """
+        """Make a leaf over `local`. Raises RuntimeError if this was a tensor subclass, and is now of another class."""
         if (hooks := self.of_subclass) is not None:
             local = part_held_by(self.parameter)
             if type(local) is not type(hooks.local):
@@ -153,7 +147,6 @@ class ShardedParameter:
         self.drop_methods()  # an optimizer may hold the parameter for longer
 
     def drop_methods(self) -> None:
-        """Remove the replaced methods from the DTensor."""
         for name in self.methods:  # no global, which may be gone at the interpreter's end
             vars(self.parameter).pop(name, None)
 
@@ -255,7 +248,6 @@ class ShardedParameter:
             self.forget_deferred()
 
     def forget_deferred(self) -> None:
-        """Reset the state of deferred gradients."""
         self.has_deferred, self.unreduced, self.earlier_grad, self.accumulation = False, None, None, None
 
     def take_unreduced(self) -> torch.Tensor | None:
@@ -334,7 +326,6 @@ class ShardedParameter:
 
     @property
     def state(self) -> "ShardedModel":
-        """The ShardedModel that the parameter belongs to."""
         return cast("ShardedModel", model_of(self.leaf))
 
 
@@ -388,7 +379,6 @@ def _standing_in(sharded: ShardedParameter, method: Any, call: Callable[..., Any
 
 
 def replaced_message(name: str) -> str:
-    """Return the text of the error that parameter `name` was replaced."""
     return (
         f"zcompile: parameter '{name}' was replaced after zcompile.shard (rank {dist.get_rank()}). Copy values into "
         "the DTensor in model.parameters() under torch.no_grad(), use load_state_dict, or replace, tie, prune or "

@@ -29,8 +29,6 @@ _MEASURED_NUMEL = 32 << 20  # 64 MiB in bf16, a matrix of a 7 B model
 
 
 class Choice(NamedTuple):
-    """A transport, and why it was chosen."""
-
     transport: str
     reason: str
 

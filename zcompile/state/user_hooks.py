@@ -21,11 +21,8 @@ def carry_hooks(original: nn.Parameter, parameter: nn.Parameter) -> None:
 def run_grad_hooks(name: str, parameter: Any, grad: torch.Tensor) -> torch.Tensor:
     """Call the hooks that users registered by `parameter.register_hook`. Return the gradient to be accumulated.
 
-    Args:
-        grad: this rank's shard of the current backward's gradient. Hooks get it as a DTensor.
-
-    Raises:
-        RuntimeError: a hook returns neither None nor a DTensor of the gradient's shape, dtype and placements.
+    Hooks get `grad`, this rank's shard of the current backward's gradient, as a DTensor. Raises RuntimeError if one
+    returns neither None nor a DTensor of the gradient's shape, dtype and placements.
     """
     dtensor = DTensor(grad, parameter._spec, requires_grad=False)
     for hook in list(parameter._backward_hooks.values()):
@@ -46,11 +43,7 @@ def run_grad_hooks(name: str, parameter: Any, grad: torch.Tensor) -> torch.Tenso
 
 
 def run_post_accumulate_hooks(name: str, parameter: Any) -> None:
-    """Call the hooks that users registered by `parameter.register_post_accumulate_grad_hook`, after `.grad` is set.
-
-    Raises:
-        RuntimeError: a hook returns something other than None.
-    """
+    """Call users' post-accumulate-grad hooks, after `.grad` is set. Raises RuntimeError if one does not return None."""
     for hook in list(parameter._post_accumulate_grad_hooks.values()):
         if hook(parameter) is not None:
             raise RuntimeError(f"zcompile: a post-accumulate-grad hook on parameter '{name}' must return None.")
