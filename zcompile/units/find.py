@@ -84,10 +84,7 @@ class ExpertsImplementation:
         self.path, self.module, self.at_shard = path, weakref.ref(module), experts_implementation(module)
 
     def check(self) -> None:
-        """
-        Raises:
-            RuntimeError: the module loops over its experts now, but did not in `zcompile.shard`, or the reverse.
-        """
+        """Raise RuntimeError if the module loops over its experts now, but not in `zcompile.shard`, or the reverse."""
         module = self.module()
         now = None if module is None else experts_implementation(module)
         if now != self.at_shard and now is not None and "eager" in (now, self.at_shard):

@@ -50,8 +50,7 @@ class UnitCall:
     def note_split_backward(self) -> None:
         """Record whether this backward is of inputs alone, as in a zero-bubble pipeline.
 
-        Raises:
-            RuntimeError: it is, but `zcompile.accumulate` did not keep the unit unsharded.
+        Raises RuntimeError if it is, but `zcompile.accumulate` did not keep the unit unsharded.
         """
         unit, was_split = self.unit, self.was_split
         is_split = unit.in_split_backward()

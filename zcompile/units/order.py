@@ -54,10 +54,7 @@ def in_backward() -> bool:
 
 
 def make_units(state: ShardedModel, root: nn.Module, modules: Mapping[str, nn.Module]) -> list[Unit]:
-    """Return units for `modules` (path -> module) of the model `root`, whose ShardedModel is `state`.
-
-    Modules without a sharded parameter get no unit.
-    """
+    """Return units for those of `modules` (path -> module) of the model `root` that have a sharded parameter."""
     made: list[Unit] = []
     of_units = state.units
     if of_units is None:
@@ -114,10 +111,7 @@ class UnitOrder:
     may_skip = True  # whether a rank may skip a unit that other ranks call
 
     def __init__(self, units: Sequence[Unit], mesh: DeviceMesh, budget_bytes: int):
-        """
-        Args:
-            budget_bytes: a unit is prefetched if its and the previous unit's unsharded parameters fit in this.
-        """
+        """`budget_bytes`: a unit is prefetched if its and the previous unit's unsharded parameters fit in this."""
         self.units, self.mesh, self.budget_bytes = list(units), mesh, budget_bytes
         indices = range(len(self.units))
         self.forward = EventList([(GATHER, i) for i in indices])
@@ -285,7 +279,6 @@ class UnitOrder:
             events.ahead[ahead] = self.units[events.events[ahead][1]].start_gather()
 
     def gather_first(self, events: EventList) -> None:
-        """Prefetch the first unit of the list."""
         if events.events and events.events[0][0] == GATHER and 0 not in events.ahead:
             first = self.units[events.events[0][1]]
             if first.nbytes <= self.budget_bytes and first.needs_gather():
@@ -317,8 +310,7 @@ class UnitOrder:
     def queue_callback(self) -> None:
         """Have autograd call `finish_backward` at the end of this backward.
 
-        Raises:
-            RuntimeError: compiled autograd traces this backward, so it would reduce gradients before they exist.
+        Raises RuntimeError if compiled autograd traces it, because it would reduce gradients before they exist.
         """
         if compiled_autograd.in_compiled_autograd_region:
             raise RuntimeError(

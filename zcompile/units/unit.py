@@ -111,11 +111,9 @@ class Unit:
 
     @property
     def state(self) -> ShardedModel:
-        """The ShardedModel that has its parameters."""
         return _alive(self.model)
 
     def _take(self, sharded: Sequence[ShardedParameter]) -> None:
-        """Set the unit's parameters to `sharded`."""
         self.sharded = list(sharded)
         self.plain = [i for i, each in enumerate(self.sharded) if each.extension is None]
         others = [i for i, each in enumerate(self.sharded) if each.extension is not None]
@@ -217,7 +215,6 @@ class Unit:
 
     @property
     def order(self) -> Any:
-        """The `UnitOrder` that it is in."""
         return self.state.block_order if self.is_block else self.state.unit_order
 
     def has_memory_of(self, tensor: torch.Tensor) -> bool:
@@ -228,7 +225,6 @@ class Unit:
         return part.layout == torch.strided and part.untyped_storage()._cdata in self.storages
 
     def trains(self) -> bool:
-        """Whether at least one of its parameters needs a gradient."""
         return any(each.parameter.requires_grad for each in self.sharded)
 
     def follow_requires_grad(self) -> None:
@@ -307,8 +303,7 @@ class Unit:
     def close(self, keep: bool = False) -> None:
         """Reshard: put the DTensors back into the modules and free memory, unless a forward or backward still reads.
 
-        Args:
-            keep: whether to keep the memory, because later code will read the unsharded parameters without a gather.
+        `keep`: keep the memory, because later code will read the unsharded parameters without a gather.
         """
         if self.in_forward or self.calls_in_backward or (self.is_kept and (self.is_split or self.calls_ahead)):
             return
@@ -331,10 +326,9 @@ class Unit:
                 module.__dict__.pop(IS_OPEN, None)
 
     def take_grads(self) -> list[torch.Tensor | None]:
-        """Return `.grad` of each unsharded parameter, None for one that this rank did not use. Clear them.
+        """Return and clear `.grad` of each unsharded parameter, None for one that this rank did not use.
 
-        Raises:
-            RuntimeError: backward ran with create_graph=True.
+        Raises RuntimeError if backward ran with create_graph=True.
         """
         grads = [each.grad for each in self.unsharded] or [None] * len(self.sharded)
         self.drop_grads()
@@ -434,16 +428,12 @@ class Unit:
         return torch.zeros(self.sharded[i].layout.shape, dtype=self.dtypes[i], device=self.anchor.device)
 
     def drop_grads(self) -> None:
-        """Clear the gradients of the unsharded parameters."""
         self.has_grads = False
         for each in self.unsharded:
             each.grad = None
 
     def refuse_writes(self) -> None:
-        """
-        Raises:
-            RuntimeError: forward wrote to an unsharded parameter; the write would be lost.
-        """
+        """Raise RuntimeError if forward wrote to an unsharded parameter; the write would be lost."""
         for sharded, parameter, version in zip(self.sharded, self.unsharded, self.versions):
             if parameter._version != version:
                 raise RuntimeError(
