@@ -129,7 +129,6 @@ def _iterate(
 
 @torch.no_grad()
 def _gather(bucket: _Bucket, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """All-gather the sharded parameters of `bucket`, and return the unsharded tensors."""
     found = [sharded for _, _, sharded in bucket.entries if sharded is not None]
     if not found:
         return []

@@ -176,7 +176,6 @@ def _gather(sharded: ShardedParameter) -> nn.Parameter:
 
 
 def _exchange(selected: list[ShardedParameter], parameters: list[nn.Parameter]) -> None:
-    """Put `parameters` into the modules that own `selected`."""
     for sharded, parameter in zip(selected, parameters, strict=True):
         for module, attribute in sharded.owners:
             module._parameters[attribute] = parameter
@@ -240,7 +239,6 @@ def hash_of(tensor: torch.Tensor) -> int:
 
 @torch.no_grad()
 def _store(sharded: ShardedParameter, whole: nn.Parameter) -> None:
-    """Copy this rank's slice of `whole` to its shard."""
     sharded.local().copy_(sharded.state.local_shard(whole.detach(), sharded.layout.dim))
 
 
