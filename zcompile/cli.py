@@ -48,7 +48,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
-    """Parse a whole number of at least 1, for `type=` of an argument."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
@@ -56,19 +55,16 @@ def positive(text: str) -> int:
 
 
 def dimension(text: str) -> int:
-    """Parse the index of a tensor dimension, at least 0, for `type=` of an argument."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be the index of a dimension, at least 0, not {text!r}")
     return int(text)
 
 
 def steps(text: str) -> list[int]:
-    """Parse whole numbers separated by commas, for `type=` of an argument."""
     return [int(each) for each in text.split(",")]
 
 
 def mesh(text: str) -> dict[str, int]:
-    """Parse sizes of mesh dimensions, such as dp=4,tp=2, for `type=` of an argument."""
     pairs = [each.partition("=") for each in text.split(",")]
     are_sizes = all(name.isidentifier() and value.isdecimal() and int(value) for name, _, value in pairs)
     if not are_sizes or len({name for name, *_ in pairs}) < len(pairs):
@@ -77,7 +73,6 @@ def mesh(text: str) -> dict[str, int]:
 
 
 def size(text: str) -> int:
-    """Parse a number of bytes, such as 70GiB, for `type=` of an argument."""
     value = bytes_of(text)
     if not isinstance(value, int) or value < 1:
         raise argparse.ArgumentTypeError(f"takes a size such as 70GiB, not {text!r}")
@@ -93,7 +88,6 @@ def require(program: str, extra: str, *packages: str) -> None:
 
 
 def _add_model(add: Callable[..., object], model: str) -> None:
-    """Add the options that choose the model. `model` is the default."""
     about = "(decoders of Llama's shape), or a Hugging Face config by name or path; weights are random"
     add("--model", default=model, metavar="NAME", help=f"{', '.join(SIZES)} {about} (default: {model})")
     about = "your own model: FUNCTION() returns the module, batch(step, rank) and loss(module, batch)"
@@ -311,7 +305,6 @@ COMMANDS = {
 
 
 def help_text() -> str:
-    """Return the text of `zcompile --help`."""
     commands = ""
     for name, command in COMMANDS.items():
         told = [

@@ -49,19 +49,14 @@ def bytes_of(size: str) -> int | str:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """The memory that a rank may use while a graph runs.
+    """The memory that a rank may use while a graph runs."""
 
-    Attributes:
-        nbytes: most bytes of the rank's tensors, in all.
-        state_bytes: the part of `nbytes` for shards, their gradients and moments, and staging buffers.
-        share: share of the model's parameters that the graph reads, 0 to 1. The model's other graphs are assumed to
-            save as many bytes of activations for each parameter.
-        shards: indices of the Dynamo graph's inputs that are shards, or parameters that eager code has gathered.
-    """
-
-    nbytes: int
-    state_bytes: int
+    nbytes: int  # most bytes of the rank's tensors, in all
+    state_bytes: int  # the part of `nbytes` for shards, their gradients and moments, and staging buffers
+    # Share of the model's parameters that the graph reads, 0 to 1. The model's other graphs are assumed to save as many
+    # bytes of activations for each parameter.
     share: float
+    # Indices of the Dynamo graph's inputs that are shards, or parameters that eager code has gathered.
     shards: tuple[int, ...]
 
 
