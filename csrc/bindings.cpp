@@ -66,7 +66,6 @@ bool is_finalizing() {
 #endif
 }
 
-// Returns the names of the process groups in which a model gathers and reduces.
 std::set<std::string> names_of(const Groups& groups) {
   std::set<std::string> names{groups.gather, groups.reduce, groups.replicate};
   names.erase("");

@@ -47,7 +47,6 @@ class AliasedParams {
   // null if `shard` (one parameter in one dtype) has too many mappings, or if the device has no memory left.
   void* take(const void* shard, int64_t bytes, const OwnPages& own);
   void release(void* unsharded);
-  // Whether `memory` is an aliased parameter.
   bool contains(const void* memory);
   // Whether an aliased parameter that maps the pages of `shard` is in use.
   bool is_in_use(const void* shard);

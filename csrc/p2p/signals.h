@@ -74,7 +74,6 @@ class Signals {
 
   bool start_together() const { return start_together_; }
 
-  // Posts `number` to all peers, on `stream`.
   void post(Signal signal, Number number, cudaStream_t stream);
   // Makes `lane` wait until all peers have posted `number`.
   void await(Signal signal, Number number, Lane& lane, PeerWait wait);

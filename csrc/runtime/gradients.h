@@ -10,7 +10,6 @@
 
 namespace zcompile {
 
-// A weak reference to a tensor.
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl>;
 
 // Returns an empty reference for an undefined tensor.

@@ -24,7 +24,6 @@ namespace zcompile {
 
 class Model : public TransportContext, public std::enable_shared_from_this<Model> {
  public:
-  // See TransportContext.
   Model(Groups groups, int64_t rank, int64_t world, bool native_reduce, int64_t number, Domain domain);
   ~Model() override;
 
@@ -54,7 +53,6 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   void move_to_host(int64_t index, const at::Tensor& host, const at::Tensor& narrow);
   // Called after an optimizer wrote main parameters in host memory and their narrow shards: makes other copies stale.
   void finish_host_step(const std::vector<int64_t>& indices);
-  // The dtypes in which a parameter was gathered so far.
   const std::set<at::ScalarType>& gathered_in(int64_t index) { return state(index).gathered_in; }
   // `forbid`: lets gathers of the parameter throw, because modules hold it unsharded inside of zcompile.unshard.
   void forbid_gathers(int64_t index, bool forbid) { state(index).is_whole = forbid; }
