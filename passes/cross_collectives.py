@@ -18,12 +18,13 @@ from zcompile.graph.param_lifetimes import ParamLifetimes
 def cross_collectives(graph: Graph, gather_budget_bytes: int) -> None:
     """Move each gather's start before the last collective of tensor or expert parallelism that precedes it.
 
-    Why: between such a collective, as an all-to-all back from the experts, and the reader of a gather, there is little
+    Why: between such a collective (an all-to-all back from the experts) and the reader of a gather, there is little
     compute that could hide the gather. `prefetch` moves no gather across collectives of the model: it estimates times,
     which depend on a rank's batch, but all ranks must start collectives and gathers in the same order, or they hang.
 
     How: moves depend only on parameter sizes and the order of the graph, which are the same on all ranks. A gather
-    crosses at most one collective. The gathers that cross it have at most a quarter of `gather_budget_bytes`.
+    crosses at most one collective. All gathers that cross one collective have together at most a quarter of
+    `gather_budget_bytes`.
     """
     starts = calls(graph, GATHER_START, GATHER_GROUP_START)
     before = _collective_before(graph)

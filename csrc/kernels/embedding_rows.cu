@@ -122,9 +122,9 @@ __global__ void __launch_bounds__(threads)
 
 constexpr int rows_at_once = 8;  // that one CUDA block computes
 
-// Computes the mean over ranks of the sums of rows' gradients. In each warp, one thread per row finds whether any rank
-// has a sum for it. Then all threads of the block compute the means of these rows. Other rows, most of them, are
-// already zeros in `out`, and are written only to add `base`.
+// Each rank has summed the gradients of each row: computes the mean of these sums over ranks. In each warp, one thread
+// per row finds whether any rank has a sum for it. Then all threads of the block compute the means of these rows. Most
+// rows have none: they are zeros in `out`, and are written only if there is a `base`, the gradient to add to.
 template <typename In, typename Out, bool with_squares, int width>
 __global__ void __launch_bounds__(threads) mean_rows_kernel(
     const __grid_constant__ Pieces spread, int ranks, int64_t has_offset, int own, const RowSums own_sums,

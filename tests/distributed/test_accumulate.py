@@ -183,7 +183,7 @@ def test_weights_loaded_between_microbatches_are_seen(rank, world):
 def test_a_step_inside_of_accumulate_is_refused(rank, world):
     model = compiled(Transformer(), options=UNBUCKETED)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with zcompile.accumulate(model), pytest.raises(RuntimeError, match="behind the block"):
+    with zcompile.accumulate(model), pytest.raises(RuntimeError, match="after the block"):
         with zcompile.accumulate(model):  # ends with the outer one
             loss_of(model, batch(0, rank)).backward()
         zcompile.reset_stats(model)

@@ -160,7 +160,7 @@ def test_gradients_that_are_not_reduced_yet_are_not_clipped(rank, world, reduce,
     model = zcompile.shard(Transformer(), dist.init_device_mesh("cpu", shape), states=states)
     with zcompile.accumulate(model, reduce=reduce):
         loss_of(model, batch(0, rank)).backward()
-        with pytest.raises(RuntimeError, match=r"the gradient of '.*' is not reduced.* Clip behind the block"):
+        with pytest.raises(RuntimeError, match=r"the gradient of '.*' is not reduced.* Clip after the block"):
             zcompile.clip_grad_norm_(model.parameters(), 1.0)
     assert zcompile.clip_grad_norm_(model.parameters(), 1.0) > 0
     with zcompile.accumulate(model):  # each microbatch is reduced

@@ -275,7 +275,12 @@ REFUSED = {
     "no hooks": (Plain, 20, r"'0.up.weight' is a \S*Plain \(rank \d\).*ignored_params", TypeError),
     "one hook": (Half, 20, r"'0.up.weight' is a \S*Half \(rank \d\), which has no fsdp_post_all_gather", TypeError),
     "no padding": (Rows8, 17, r"'0.up.weight' is a \S*Rows8 \(rank \d\) with 17 rows.*ignored_params", ValueError),
-    "no room": (Unpadded16, 17, r"rank 1 .*'0.up.weight'.*shapes \[\(8, 12\)\].*padded size.*\(9, 12\)", RuntimeError),
+    "no room": (
+        Unpadded16,
+        17,
+        r"rank 1 .*'0.up.weight'.*shapes \[\(8, 12\)\].*padded shard's size.*\(9, 12\)",
+        RuntimeError,
+    ),
 }
 
 

@@ -60,7 +60,7 @@ class Made(NamedTuple):
     sources: list[tuple[str, int, int, str]]
     # Dynamo's guards that a file cannot hold: those on process groups, and those that compare an object by identity.
     # For each guard: a Python expression for the object (L is the arguments of the call, G the globals), the object,
-    # and whether the object is a global or a process group.
+    # and a flag, which is True for globals and for process groups.
     dropped: list[tuple[str, Any, bool]]
     meshes: set[DeviceMesh]  # meshes that the traced code reads
 

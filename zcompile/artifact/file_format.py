@@ -60,15 +60,15 @@ def decode(data: bytes, name: str) -> Artifact:
 
 
 def read(path: Path, sha256: str | None = None) -> bytes:
-    """Return the bytes of the file at `path`, if no other user may write it.
+    """Return the bytes of the file at `path`, if only this user, root and the file's group may write it.
 
     Args:
         sha256: the SHA-256 that the file must have, as hexadecimal digits.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ArtifactError: a user other than this one, root and the file's group may write or replace the file; the file's
-            SHA-256 differs from `sha256`; or the file cannot be read.
+        ArtifactError: another user may write or replace the file; its SHA-256 differs from `sha256`; or it cannot be
+            read.
     """
     try:
         with path.open("rb") as file:

@@ -102,7 +102,7 @@ class Costs:
 
 
 def _dtype(node: Node) -> torch.dtype:
-    """Of the first floating-point tensor that `node` reads; else of the first one that it reads or returns."""
+    """Return the dtype of the first floating-point tensor that `node` reads or returns, else of the first tensor."""
     fakes = [source.meta.get("val") for source in node.all_input_nodes] + [node.meta.get("val")]
     dtypes = [fake.dtype for fake in fakes if isinstance(fake, torch.Tensor)]
     return next((dtype for dtype in dtypes if dtype.is_floating_point), dtypes[0] if dtypes else torch.float32)

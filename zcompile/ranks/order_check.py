@@ -179,7 +179,7 @@ class OrderCheck:
         while time.monotonic() < deadline:
             self.leave_if_told(number)
             time.sleep(0.01)
-        raise self.missing(number, "Ranks started different gathers and reduces, but no rank published which.")
+        raise self.missing(number, "Ranks started different gathers and reduces, and none reported its own in time.")
 
     def marks(self, exchange: Exchange) -> dict[int, Marks]:
         """Return the collectives that this rank had started at the check of `exchange`, by index in `logs`."""

@@ -158,13 +158,13 @@ def _is_called(module: nn.Module) -> bool:
 
 
 class _TracedParameter(NamedTuple):
-    """In place of a `ShardedParameter` for a module that is traced without ranks; see `install_tracing_readers`."""
+    """Replaces a `ShardedParameter` in a module traced without a process group; see `install_tracing_readers`."""
 
     parameter: nn.Parameter
 
 
 class _TracedModel:
-    """In place of a `ShardedModel` for a module that is traced without ranks; see `install_tracing_readers`."""
+    """Replaces the `ShardedModel` of a module traced without a process group; see `install_tracing_readers`."""
 
     call_outermost = None
     in_compiled = are_units = False

@@ -246,9 +246,9 @@ class SubclassGather(GatherExtension):
         padded = (-(-rows // world), *sharded.shape[1:])
         if rows % world and any(tuple(each.shape) != padded for each in tensors):
             raise RuntimeError(
-                f"{where} returned tensors of shapes {[tuple(each.shape) for each in tensors]}. The {rows} rows do not "
-                f"divide by {world} ranks, so each must have the padded size of a shard, {padded}. Pad in the hook, "
-                "choose a size that divides, or keep the parameter whole on each rank: ignored_params=[...]."
+                f"{where} returned tensors of shapes {[tuple(each.shape) for each in tensors]}. {world} ranks do not "
+                f"divide the {rows} rows, so each tensor must have a padded shard's size, {padded}. Pad in the hook, "
+                "choose another number of rows, or keep the parameter whole on each rank: ignored_params=[...]."
             )
 
     def unsharded_of(self, sharded: "ShardedParameter", metadata: Any) -> torch.Tensor:

@@ -221,8 +221,9 @@ def layout_for(
     Args:
         param_dtype: the dtype of gathers. Parameters that cannot train, such as integers, keep their own dtype.
         meshes: meshes of parameters that were DTensors, each mapped to the first mesh that equals it. A program may
-            slice one mesh several times. With one object for equal slices, modules share a class.
-        is_extended: whether other tensors are gathered in place of the parameter, as always for tensor subclasses.
+            slice one mesh several times. If equal slices are one object, layouts are equal, and modules of one class
+            get one generated subclass.
+        is_extended: whether components are gathered in place of the parameter, as always for tensor subclasses.
     """
     part, dim = part_of(parameter.detach()), placement.shard.dim
     shape = tuple(part.shape)

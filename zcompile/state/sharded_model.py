@@ -296,12 +296,12 @@ class ShardedModel:
 
 
 def models_of(state: ShardedModel) -> list[ShardedModel]:
-    """Return `state`, then the ShardedModel of the model's units, then those of its parameters over other meshes."""
+    """Return all ShardedModels of a model: `state`, that of all its units if any, and one for each further mesh."""
     return [state, *([state.units] if state.units is not None else ()), *state.others]
 
 
 def install_leaves(state: ShardedModel) -> None:
-    """Let modules read the leaves (plain tensors over shards) of all parameters of the model, over all its meshes."""
+    """Let modules read the leaves (plain tensors that share a shard's memory) of all parameters, on all meshes."""
     for each in models_of(state):
         for sharded in each.parameters.values():
             each.install_leaf(sharded)

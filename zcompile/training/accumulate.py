@@ -60,7 +60,7 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
     def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
             raise RuntimeError(
-                "zcompile: an optimizer steps inside of zcompile.accumulate. Move its step behind the block."
+                "zcompile: an optimizer steps inside of zcompile.accumulate. Move its step after the block."
             )
 
     begin_accumulating(state, state.microbatch_cache_limit())

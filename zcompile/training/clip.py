@@ -67,5 +67,5 @@ def _refuse_deferred(parameters: Iterable[torch.Tensor]) -> None:
         if sharded is not None and getattr(sharded.leaf, MODEL).microbatches.deferred is not Deferred.NOTHING:
             raise RuntimeError(
                 f"zcompile.clip_grad_norm_: the gradient of '{sharded.name}' is not reduced before the end of "
-                "zcompile.accumulate(reduce=...). Clip behind the block."
+                "zcompile.accumulate(reduce=...). Clip after the block."
             )

@@ -292,7 +292,7 @@ def _taken(args: Sequence[Any], places: list[int]) -> Tensors:
 
 
 def _is_plain(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether transports' kernels compute this step; a checkpoint may have changed the settings of groups since."""
+    """Whether a transport's fused kernel can compute the step; `load_state_dict` may have changed parameter groups."""
     if kwargs["amsgrad"] or kwargs["maximize"]:
         return False
     return func is ADAMW or kwargs["weight_decay"] == 0

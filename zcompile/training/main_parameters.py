@@ -45,9 +45,9 @@ def on_host(parameter: torch.Tensor) -> OnHost | None:
 def narrow_dtype(parameter: torch.Tensor) -> torch.dtype | None:
     """Return the dtype of all gathers of `parameter` if its main parameter may move to the host, else None.
 
-    Without `param_dtype`, the gathers so far decide. Scalars stay, and so does memory that other tensors share. All
-    ranks must get the same result, also those with an empty shard: peer to peer, it decides in which dtype every rank
-    caches the parameter (`ShardedParam::is_cached_in`).
+    Without `param_dtype`, the gathers so far decide. None for a scalar, and for a parameter that shares its memory with
+    other tensors: these stay on the device. All ranks must get the same result, also those with an empty shard: with
+    the p2p transport, it is the dtype in which every rank caches the parameter (`ShardedParam::is_cached_in`).
     """
     sharded = sharded_by(parameter)
     if sharded is None or sharded.on_host is not None or sharded.leaf_reference() is None or not sharded.shape:

@@ -89,7 +89,7 @@ class ExpertsImplementation:
         now = None if module is None else experts_implementation(module)
         if now != self.at_shard and now is not None and "eager" in (now, self.at_shard):
             raise RuntimeError(
-                f"zcompile: '{self.path}' computes its experts by '{now}' (config._experts_implementation), but did by "
+                f"zcompile: '{self.path}' computes its experts by '{now}' (config._experts_implementation), but used "
                 f"'{self.at_shard}' in zcompile.shard (rank {dist.get_rank()}). A loop over experts needs other "
                 "all-gathers than a grouped matmul: set config._experts_implementation before zcompile.shard."
             )

@@ -216,7 +216,7 @@ class UnitOrder:
         self.start_reduce(unit, shards)
 
     def made_up_for(self, unit: Unit) -> bool:
-        """Whether `make_up` has already gathered `unit`, which this rank skips; then it will in backward, too."""
+        """Whether this rank skips `unit`, and `make_up` has gathered it. Then `make_up` gathers it in backward, too."""
         return self.in_root and self.forward.find((GATHER, unit.index), self.forward.at) is None
 
     # --- lists -------------------------------------------------------------------------------------------------------

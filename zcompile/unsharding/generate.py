@@ -101,7 +101,7 @@ class Generation:
         return result
 
     def announce(self, module: nn.Module) -> None:
-        """Wait for the other ranks before a forward of `module`, then record the gathers of this forward."""
+        """Wait for the other ranks before a forward of `module`. Record its gathers, which finished ranks repeat."""
         self.keep_recording()
         self.last = self.numbers.get(id(module), _FOREIGN)
         self.meet(self.last)
@@ -148,9 +148,9 @@ class Generation:
         if running and through and self.needs_forwards:
             raise RuntimeError(
                 f"zcompile: rank {through[0]} of the mesh has finished generate(), but other ranks have not (error on "
-                f"rank {dist.get_rank()}). This model has units, tensor subclasses or collectives of its own, which "
-                "need a forward on every rank: pass synced_gpus=True to generate, or generate inside of "
-                "zcompile.unshard(model)."
+                f"rank {dist.get_rank()}). This model has units (zcompile.shard), tensor subclasses, or collectives in "
+                "its forward, which need a forward on every rank: pass synced_gpus=True to generate, or generate "
+                "inside of zcompile.unshard(model)."
             )
         if len(running) > 1 or (running and through and (_FOREIGN in running or _DONE_WITHOUT_FORWARD in said)):
             raise RuntimeError(

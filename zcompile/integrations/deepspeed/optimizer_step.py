@@ -189,7 +189,7 @@ class LeanStep:
         scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
         if self.link is not None:
             if step_hooks or scaler:
-                raise RuntimeError("an optimizer with offloaded states has got hooks of its step, or a gradient scaler")
+                raise RuntimeError("an optimizer with offloaded states takes neither step hooks nor a gradient scaler")
             return HostSubGroup(flat, lengths, optimizer.fp16_partitioned_groups_flat[sub_group], self.link)
         if not _is_elementwise(inner) or step_hooks or scaler or not inner.state.get(flat):
             return None
