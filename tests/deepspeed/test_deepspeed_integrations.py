@@ -4,11 +4,12 @@ import os
 import subprocess
 import sys
 
+import deepspeed
 import pytest
 import torch
 
 import zcompile
-from tests.support.deepspeed import assert_taken_over
+from tests.support.deepspeed import assert_taken_over, batch, beside_eager, largest_differences, train
 from tests.support.deepspeed_config import config_of
 from tests.support.huggingface import Sentences, tiny_llama
 from tests.support.time_limits import scaled
@@ -75,6 +76,22 @@ def test_accelerate_is_close_to_eager(rank, world, regions):
         model.destroy()
     pairs = list(zip(*curves, strict=True))
     assert len(pairs) > 10 and max(abs(eager - ours) / eager for eager, ours in pairs) < 1e-6, curves
+
+
+def test_training_goes_on_after_trl_has_generated(rank, world):
+    """TRL removes ZeRO-3's hooks, computes with gathered parameters, and registers the hooks again."""
+    from trl.models.utils import add_hooks, remove_hooks
+
+    def drive(engine):
+        curve = train(engine, rank, end=2)
+        with deepspeed.zero.GatheredParameters(engine.parameters()):
+            remove_hooks(engine)
+            with torch.no_grad():
+                curve.append((engine.module(batch(9, rank)).item(), 1.0))
+            add_hooks(engine)
+        return curve + train(engine, rank, begin=2, end=4)
+
+    assert max(largest_differences(*beside_eager(drive))) < 1e-6
 
 
 PROGRAM = """

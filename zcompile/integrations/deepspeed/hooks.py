@@ -47,13 +47,18 @@ class Hooks:
         self.removed = True
         engine.module_forward_pre_hook.remove()
         engine.module_forward_post_hook.remove()
-        optimizer.parameter_offload._remove_module_hooks()
-        optimizer.parameter_offload.forward_hooks.clear()
-        optimizer.parameter_offload.backward_hooks.clear()
+        self.remove_of_modules()
         for handles in (optimizer._grad_acc_hooks, optimizer._leaf_module_hooks):
             for handle in handles:
                 handle.remove()
             handles.clear()
+
+    def remove_of_modules(self) -> None:
+        """Remove the hooks of modules. TRL registers them again after it has generated text."""
+        offload = self.engine.optimizer.parameter_offload
+        offload._remove_module_hooks()
+        offload.forward_hooks.clear()
+        offload.backward_hooks.clear()
 
     def restore(self) -> None:
         """Undo `release_parameters` and, if it was called, `remove`."""

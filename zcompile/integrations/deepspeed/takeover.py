@@ -118,6 +118,7 @@ class Takeover:
     def compiled_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward of the engine that gathers the current values of its partitions."""
         assert self.state is not None
+        self.hooks.remove_of_modules()
         for partition in self.partitions.values():
             if partition.moved():
                 partition.state.follow_storage(partition)
