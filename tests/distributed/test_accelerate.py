@@ -6,14 +6,18 @@ from unittest.mock import patch
 import accelerate
 import pytest
 import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
 import zcompile
 from tests.support.huggingface import LOSSES, Sentences, forget_accelerate, sharded_by_fsdp2, tiny_llama
+from tests.support.late_link import results_of
 from tests.support.ranks import slow_case
 from tests.support.reference import same_values
 from zcompile.integrations.huggingface import Accelerator, CompilePlugin
 from zcompile.state.sharded_model import state_of
+from zcompile.training.main_parameters import on_host
 
 EAGER = CompilePlugin(options={"inner": "aot_eager"})
 
@@ -67,6 +71,40 @@ def test_a_program_of_accelerate_trains_as_fsdp2(rank, world, compiled):
     for mine, reference in zip(ours, theirs):
         assert mine == pytest.approx(reference, abs=LOSSES), (ours, theirs)
     assert len(ours[0]) == 12 and len(ours[1]) == 6 and ours[0][0] > ours[0][-1]
+
+
+def fsdp2_plugin(**settings):
+    return FullyShardedDataParallelPlugin(**{"fsdp_version": 2, "reshard_after_forward": True, **settings})
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_plugin_for_fsdp2_gives_its_policy_and_offload(rank, world, dtype, tmp_path):
+    """It trains as a model that is sharded with the policy's options, and states are in host memory."""
+    curves = []
+    for of_plugin in (False, True):
+        forget_accelerate()
+        policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32)
+        plugin = fsdp2_plugin(cpu_offload=True, mixed_precision_policy=policy) if of_plugin else None
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, fsdp_plugin=plugin)
+        model = (
+            tiny_llama() if of_plugin else zcompile.shard(tiny_llama(), param_dtype=dtype, output_dtype=torch.float32)
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        loaders = DataLoader(Sentences(), batch_size=2), DataLoader(Sentences(12), batch_size=2)
+        optimizer, model, *loaders = accelerator.prepare(optimizer, model, *loaders)
+        curves.append(train(accelerator, model, optimizer, *loaders))
+    assert curves[0] == curves[1]
+    saved = results_of(model, optimizer.optimizer)
+    accelerator.save_state(tmp_path)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+            optimizer.state[parameter]["exp_avg"].mul_(2)
+    accelerator.load_state(tmp_path)
+    same_values(results_of(model, optimizer.optimizer), saved)
+    (offload,) = state_of(model).offloads
+    assert offload.kind == ("moments" if dtype is None else "states") and offload.has_stepped
+    assert (on_host(model.model.embed_tokens.weight) is not None) == (dtype is not None)
 
 
 def steps(accelerator, model, optimizer, loader, count):
@@ -166,7 +204,12 @@ def refused(text, **how):
 
 
 def test_what_cannot_train_is_refused_by_name(rank, world):
-    refused("fsdp_plugin", cpu=True, fsdp_plugin=object())
+    for name, setting in {
+        "fsdp_version=1": {"fsdp_version": 1, "reshard_after_forward": "FULL_SHARD"},
+        "activation_checkpointing": {"activation_checkpointing": True},
+        "reshard_after_forward=False": {"reshard_after_forward": False},
+    }.items():
+        refused(name, cpu=True, fsdp_plugin=fsdp2_plugin(**setting))
     refused("parallelism_config", cpu=True, parallelism_config=accelerate.ParallelismConfig())
     refused("'inductor'.*dynamo_backend='zcompile'", cpu=True, dynamo_backend="inductor")
     with patch.dict(os.environ, WORLD_SIZE=str(world)):

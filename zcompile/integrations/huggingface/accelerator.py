@@ -1,7 +1,7 @@
 """accelerate's `Accelerator`, for models that zcompile shards. See [Note: accelerate's FSDP2 mode] in __init__.py."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import accelerate
@@ -13,12 +13,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zcompile.integrations.huggingface.adapter import CompilePlugin, ShardedPlugin, compile_plugin_of, refuse_settings
+from zcompile.integrations.huggingface.adapter import (
+    CompilePlugin,
+    ShardedPlugin,
+    compile_plugin_of,
+    refuse_settings,
+    settings_of,
+)
 from zcompile.sharding.shard import shard
 from zcompile.sharding.validate import is_sharded
 from zcompile.state.sharded_model import ShardedModel, state_of
 from zcompile.training.accumulate import begin_accumulating, end_accumulating
 from zcompile.training.clip import clip_grad_norm_
+from zcompile.training.fused_optimizer import fuse_optimizer
 
 
 class Accelerator(accelerate.Accelerator):
@@ -28,10 +35,18 @@ class Accelerator(accelerate.Accelerator):
     backend. A model that the program has sharded by `zcompile.shard` before stays as it is.
     `save_state` writes one shard per rank, which any number of ranks can load.
 
+    `fsdp_plugin` for FSDP2 gives `mixed_precision_policy` to `zcompile.shard`. With its `cpu_offload`, AdamW with
+    `fused=True` keeps its states in host memory: `fuse_optimizer(offload="states")`, or "moments" if the policy has no
+    `param_dtype`.
+
     Raises:
-        ValueError: arguments ask for another way to shard (FSDP, DeepSpeed, Megatron-LM), `parallelism_config`, fp16,
-            fp8 or another compile backend.
+        ValueError: `fsdp_plugin` is for FSDP1 or has a setting that zcompile does not; or arguments ask for another way
+            to shard (FSDP in the environment, DeepSpeed, Megatron-LM), `parallelism_config`, fp16, fp8 or another
+            compile backend.
     """
+
+    _shard_options: Mapping[str, Any] = {}
+    _offload: str | None = None  # of fuse_optimizer
 
     def __init__(
         self,
@@ -40,13 +55,17 @@ class Accelerator(accelerate.Accelerator):
         dynamo_plugin: TorchDynamoPlugin | None = None,
         **kwargs: Any,
     ) -> None:
-        for name in ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin"):
+        if (plugin := kwargs.pop("fsdp_plugin", None)) is not None:
+            self._shard_options, self._offload = settings_of(plugin)
+        for name in ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin"):
             if kwargs.get(name) is not None:
                 raise ValueError(
                     f"zcompile: Accelerator shards the model with zcompile, so it takes no {name}. Leave it out."
                 )
         super().__init__(*args, dynamo_plugin=compile_plugin_of(dynamo_plugin, dynamo_backend), **kwargs)
         self._become_sharded()
+        if plugin is not None:
+            self.state.fsdp_plugin.set_state_dict_type(plugin.state_dict_type.name)
 
     @staticmethod
     def adopt(accelerator: accelerate.Accelerator, plugin: CompilePlugin) -> "Accelerator":
@@ -91,11 +110,12 @@ class Accelerator(accelerate.Accelerator):
         optimizers = [each for each in args if isinstance(each, Optimizer)]
         for each in args:
             if isinstance(each, nn.Module):
-                shard_once(each, optimizers)
+                shard_once(each, optimizers, self._shard_options)
         prepared = [
             self._prepare_one(each, first_pass=True, device_placement=place) for each, place in zip(args, places)
         ]
         prepared = [self._prepare_one(each) for each in prepared]  # schedulers, after their optimizers
+        self._offload_states()
         ours = (*self._dataloaders, *self._models, *self._optimizers, *self._schedulers)
         for each in prepared:
             if any(each is known for known in ours):
@@ -110,7 +130,7 @@ class Accelerator(accelerate.Accelerator):
         With `evaluation_mode`, this does not shard the model: it stays as it is, whole on each rank or sharded.
         """
         if not evaluation_mode:
-            shard_once(model)
+            shard_once(model, (), self._shard_options)
         place = False if is_sharded(model) else device_placement
         prepared: nn.Module = super().prepare_model(model, device_placement=place, evaluation_mode=True)
         return prepared
@@ -130,7 +150,20 @@ class Accelerator(accelerate.Accelerator):
                 "parameters that sharding has replaced. Build it after zcompile.shard, or pass model and optimizer "
                 "to one call of prepare."
             )
-        return super().prepare_optimizer(optimizer, device_placement=device_placement)
+        prepared = super().prepare_optimizer(optimizer, device_placement=device_placement)
+        self._offload_states()
+        return prepared
+
+    def _offload_states(self) -> None:
+        """Let the optimizers that were prepared keep states of the models in host memory, if `fsdp_plugin` asked so."""
+        if self._offload is None:
+            return
+        for model in (getattr(each, "_orig_mod", each) for each in self._models):
+            trained = {id(parameter) for parameter in model.parameters()}
+            for optimizer in (each.optimizer for each in self._optimizers):
+                held = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+                if is_sharded(model) and not trained.isdisjoint(held):
+                    fuse_optimizer(model, optimizer, offload=self._offload)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -172,8 +205,10 @@ class Accelerator(accelerate.Accelerator):
         return super().free_memory(*objects)
 
 
-def shard_once(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
-    """Shard `model` if it is not sharded yet, and give `optimizers` the sharded parameters.
+def shard_once(
+    model: nn.Module, optimizers: Iterable[Optimizer] = (), options: Mapping[str, Any] | None = None
+) -> None:
+    """Shard `model` if it is not sharded yet, with `options` of `zcompile.shard`; `optimizers` get the new parameters.
 
     Raises:
         ValueError: an optimizer has taken steps with a parameter of `model`.
@@ -195,7 +230,7 @@ def shard_once(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
     for params, i, _ in places:
         params[i] = torch.empty(0)
     try:
-        shard(inner)
+        shard(inner, **(options or {}))
         held = dict(inner.named_parameters())
     finally:
         for params, i, name in places:

@@ -28,6 +28,34 @@ class ShardedPlugin(FullyShardedDataParallelPlugin):
         )
 
 
+def settings_of(plugin: FullyShardedDataParallelPlugin) -> tuple[dict[str, Any], str | None]:
+    """Translate accelerate's FSDP2 plugin to the options of `zcompile.shard` and `offload` of `fuse_optimizer`.
+
+    Settings of wrapping and prefetching have no effect: zcompile plans gathers itself.
+
+    Raises:
+        ValueError: the plugin is for FSDP1, or sets a field that zcompile does not have.
+    """
+    refused = {
+        "fsdp_version=1": plugin.fsdp_version != 2,
+        "reshard_after_forward=False": plugin.reshard_after_forward is False,
+        "ignored_modules": bool(plugin.ignored_modules),
+        "activation_checkpointing": plugin.activation_checkpointing,
+        "activation_checkpointing_offload": getattr(plugin, "activation_checkpointing_offload", False),
+    }
+    if names := [name for name, is_set in refused.items() if is_set]:
+        raise ValueError(
+            f"zcompile: Accelerator does not support {', '.join(names)} of fsdp_plugin. Leave it out. For activation "
+            "checkpointing, call model.gradient_checkpointing_enable(). For other options, call zcompile.shard first."
+        )
+    policy = plugin.mixed_precision_policy
+    dtypes = "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"
+    options = {name: getattr(policy, name) for name in dtypes} if policy is not None else {}
+    if not plugin.cpu_offload:
+        return options, None
+    return options, "states" if options.get("param_dtype") is not None else "moments"
+
+
 class CompilePlugin(TorchDynamoPlugin):
     """accelerate's plugin for `torch.compile`, with the backend "zcompile", which accelerate's own does not accept.
 
