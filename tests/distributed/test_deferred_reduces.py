@@ -138,7 +138,7 @@ def test_hooks_see_the_gradient_that_was_reduced_last_once(rank, world):
 
 def test_other_values_and_other_inner_blocks_are_refused(rank, world):
     model = zcompile.shard(Branching())
-    with pytest.raises(ValueError, match="it is one of 'each', 'shards', 'last'"), zcompile.accumulate(model, "never"):
+    with pytest.raises(ValueError, match="be one of 'each', 'shards', 'last'"), zcompile.accumulate(model, "never"):
         pass
     with zcompile.accumulate(model, reduce="shards"):
         with zcompile.accumulate(model):

@@ -344,7 +344,7 @@ def test_more_than_the_machines_memory_is_not_asked_for(rank, world):
 
 def test_what_cannot_be_offloaded_is_refused(rank, world):
     model, optimizer = late.unfused()
-    with pytest.raises(ValueError, match="offload is None, 'moments' or 'states', not 'all'"):
+    with pytest.raises(ValueError, match="offload must be None, 'moments' or 'states', not 'all'"):
         zcompile.fuse_optimizer(model, optimizer, offload="all")
     narrow = zcompile.shard(nn.Linear(4, 4).bfloat16())
     with pytest.raises(ValueError, match=r"takes float32 parameters, but .weight. is torch\.bfloat16"):
@@ -352,6 +352,6 @@ def test_what_cannot_be_offloaded_is_refused(rank, world):
     for first, second in ((None, "moments"), ("moments", None), ("moments", "states"), ("states", "moments")):
         model, optimizer = late.unfused()
         zcompile.fuse_optimizer(model, optimizer, offload=first)
-        with pytest.raises(ValueError, match="with another offload or step_in_backward before"):
+        with pytest.raises(ValueError, match="with another offload or step_in_backward: remove one"):
             zcompile.fuse_optimizer(model, optimizer, offload=second)
         assert zcompile.fuse_optimizer(model, optimizer, offload=first) is optimizer

@@ -16,31 +16,31 @@ from zcompile.training.deferred_reduces import deferral_of
 def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
     """Gather each parameter once for all microbatches of a step; a context manager around the microbatches.
 
-    Compiled graphs keep gathered parameters unsharded until the end of the `with` block, in the order in which they
-    gather them, until the option `microbatch_cache_bytes` is used up. Peer to peer, cached shards are refreshed once.
-    Gradients accumulate as usual, but each microbatch allocates new memory for them, so a local tensor that was taken
-    from `.grad` earlier is not updated. With "each", results do not change, except that gradients of a parameter that
-    several graphs read are added in another order. All ranks must enter and leave at the same microbatches. Do not
-    change parameters inside: reads may return the old values until the end.
+    The parameters that a microbatch gathers first stay unsharded until the end of the `with` block, up to the bytes in
+    the option `microbatch_cache_bytes`. With the p2p transport, the low-precision copies of shards that peers read are
+    cast once. Gradients accumulate as usual, but each microbatch allocates new memory for them, so a local tensor that
+    was taken from `.grad` earlier is not updated. With "each", results do not change, except that gradients of a
+    parameter that several graphs read are added in another order. All ranks must enter and leave the block at the same
+    microbatches. Do not change parameters inside: reads may return the old values until the end of the block.
 
     Args:
         reduce: when gradients are reduced; the same on all ranks.
 
             - "each": in each microbatch.
-            - "shards": each microbatch sums gradients over the ranks that share the shards; the sum over replicas
-              follows once, at the end (FSDP2's `set_requires_all_reduce(False)`). With `states="global"` the sum over
+            - "shards": each microbatch reduce-scatters gradients inside of a replica; the all-reduce over replicas
+              follows once, at the end (FSDP2's `set_requires_all_reduce(False)`). With `states="global"`, the sum over
               hosts follows once, and `.grad` behaves as with "last". On a 1-D mesh, the same as "each".
             - "last": unreduced gradients add up, and are reduced once, at the end (FSDP2's
-              `set_requires_gradient_sync(False)`). Until then each rank holds the whole gradient of every parameter,
-              in the parameter's dtype. Hooks of parameters run at the end. Parameters of units (`units` of
+              `set_requires_gradient_sync(False)`). Until then, each rank holds unsharded gradients of all parameters,
+              in the parameters' dtypes. Hooks of parameters run at the end. Parameters of units (`units` of
               `zcompile.shard`) are still reduced in each microbatch. On one rank, the same as "each".
 
-            Gradients of split backwards (zero-bubble pipelines) are reduced at the end.
+            Gradients of split backwards (zero-bubble pipelines) are always reduced at the end.
 
             With "shards" and "last", `.grad` is valid only after the `with` block; if the block raises, `.grad` is as
-            it was before. With "last", `.grad` holds ones inside. If the program multiplies or divides these ones
-            after its last backward, the reduced gradients are scaled by the same factor. Setting `.grad` to None, as
-            `zero_grad()` does, discards the gradients so far.
+            it was before. With "last", `.grad` is a tensor of ones inside of the block. If the program scales this
+            tensor after the last backward, the reduced gradients are scaled by the same factor. Setting `.grad` to
+            None, as `zero_grad()` does, discards the gradients so far.
 
     Raises:
         RuntimeError: `model` is not sharded, or an optimizer that holds its parameters steps inside.
@@ -51,7 +51,7 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
     if state.microbatches.accumulates:  # an enclosing `accumulate` does the work
         if reduce not in ("each", state.microbatches.reduce):
             raise ValueError(
-                f"zcompile: accumulate(reduce={reduce!r}) inside of accumulate(reduce={state.microbatches.reduce!r})"
+                f"zcompile: accumulate({reduce=}) inside of accumulate({state.microbatches.reduce!r}): pass one value."
             )
         yield
         return
@@ -60,7 +60,7 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
     def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
             raise RuntimeError(
-                "zcompile: an optimizer steps inside of zcompile.accumulate. Move its step after the block."
+                "zcompile: optimizer.step() was called inside of `with zcompile.accumulate`. Call it after the block."
             )
 
     begin_accumulating(state, state.microbatch_cache_limit())
@@ -83,9 +83,9 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
 
 
 def begin_accumulating(state: ShardedModel, microbatch_cache_bytes: int) -> None:
-    """Keep gathered parameters unsharded, up to `microbatch_cache_bytes`, and let each reduce add to earlier gradients.
+    """Keep gathered parameters unsharded, up to `microbatch_cache_bytes`, and let reduces add to earlier gradients.
 
-    Parameters must not change until `end_accumulating`. Those of other domains are gathered in each microbatch."""
+    Parameters must not change until `end_accumulating`. Only parameters on the model's first mesh stay unsharded."""
     if state.block_order is not None:
         state.block_order.keep(microbatch_cache_bytes)
     if state.unit_order is not None:

@@ -22,11 +22,11 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale all gradients by one factor, so that the norm of all of them together is at most `max_norm`.
 
-    `torch.nn.utils.clip_grad_norm_` takes parameters over one mesh; this function takes several, such as dense layers
-    and experts have. A collective call: all ranks pass the same parameters in the same order.
+    `torch.nn.utils.clip_grad_norm_` takes parameters on one mesh. This function takes parameters on several meshes,
+    such as those of dense layers and of experts. All ranks must call it with the same parameters in the same order.
 
     Args:
-        parameters: those without a gradient are skipped. A gradient that is a plain tensor must be equal on all ranks.
+        parameters: those without a gradient are skipped. A gradient that is no DTensor must be equal on all ranks.
         norm_type: p of the p-norm; `float("inf")` for the largest absolute value.
         error_if_nonfinite: whether to raise if the norm is inf or NaN.
         foreach: as in `torch.nn.utils.clip_grad_norm_`.
@@ -53,8 +53,8 @@ def clip_grad_norm_(
     total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
-            f"zcompile.clip_grad_norm_: the norm of the gradients is {total.item()}, so they cannot be clipped. Pass "
-            "error_if_nonfinite=False to scale them by it nevertheless."
+            f"zcompile.clip_grad_norm_: the norm of the gradients is {total.item()}, on all ranks. Skip this step, or "
+            "pass error_if_nonfinite=False to divide the gradients by it nevertheless."
         )
     for group in by_mesh.values():
         nn.utils.clip_grads_with_norm_(group, max_norm, total, foreach=foreach)

@@ -1,7 +1,7 @@
-"""What `zcompile.accumulate` may leave to the end of a step: sums over replicas, or all reduces.
+"""Reduces that `zcompile.accumulate` defers to the end of its `with` block: sums over replicas, or all reduces.
 
-They are FSDP2's `set_requires_all_reduce(False)` and `set_requires_gradient_sync(False)`. At the end, ranks first tell
-one another which parameters have a gradient: one that a rank did not use has zeros there.
+FSDP2 has these as `set_requires_all_reduce(False)` and `set_requires_gradient_sync(False)`. At the end, ranks first
+exchange which parameters have a gradient on any rank; for these, a rank without a gradient contributes zeros.
 """
 
 import math
@@ -22,31 +22,31 @@ BUCKET_BYTES = 64 << 20  # of shards that are summed over replicas by one collec
 
 
 class Deferral:
-    """What a block of microbatches leaves to its end. This one leaves nothing: each microbatch reduces."""
+    """The reduces that an `accumulate` block defers to its end. This base class defers none."""
 
     def __init__(self, states: Sequence[ShardedModel]):
         self.states = states
 
     def defer(self, what: Deferred) -> None:
-        """Let microbatches leave out `what` from now on."""
+        """Let reduces of microbatches leave out the part `what` from now on."""
         for state in self.states:
             state.microbatches.deferred = what
             state.runtime.defer(what.value)
 
     def begin(self) -> None:
-        """The block begins."""
+        """Begin the `accumulate` block: defer reduces."""
 
     def finish(self) -> None:
-        """The block ended: reduce what was left out. All ranks together."""
+        """After the block, do the deferred reduces. A collective call."""
 
     def drop(self) -> None:
-        """The block raised, and other ranks may not come: gradients are as before it."""
+        """After an exception in the block, restore the gradients from before it. Other ranks may not call this."""
 
 
 class DeferredReplicas(Deferral):
-    """Microbatches sum over the ranks that share the shards; the block's end sums over replicas, in their order.
+    """Microbatches reduce-scatter inside of a replica. The block's end sums over replicas, in replica order.
 
-    Earlier gradients have been summed over replicas. They stand aside meanwhile.
+    Gradients from before the block were summed over replicas then, so `earlier` keeps them apart until its end.
     """
 
     def __init__(self, states: Sequence[ShardedModel]):
@@ -79,9 +79,9 @@ class DeferredReplicas(Deferral):
 
 
 class DeferredReduces(Deferral):
-    """Microbatches add up whole gradients; the block's end reduces each once. Units reduce in each microbatch.
+    """Microbatches add up unsharded gradients; the block's end reduces each sum once. Units reduce in each microbatch.
 
-    Nothing of one rank is deferred: its compiled graphs may have no reduces.
+    With one rank, nothing is deferred, because compiled graphs may have no reduces then.
     """
 
     def __init__(self, states: Sequence[ShardedModel]):
@@ -106,7 +106,7 @@ class DeferredReduces(Deferral):
 
 
 class DeferredHosts(DeferredReduces):
-    """Microbatches add up sums over the ranks of a host, one for each host shard; the block's end sums over hosts."""
+    """Microbatches sum gradients over the ranks of a host, and add these sums up. The block's end sums over hosts."""
 
     def __init__(self, states: Sequence[ShardedModel]):
         Deferral.__init__(self, states)
@@ -121,11 +121,11 @@ class DeferredHosts(DeferredReduces):
 
 
 def deferral_of(reduce: str, states: Sequence[ShardedModel]) -> Deferral:
-    """What is deferred for `accumulate(reduce=)`."""
+    """Return the `Deferral` for `accumulate(reduce=...)`."""
     of_shards = DeferredHosts if states[0].over_hosts else DeferredReplicas
     kinds = {"each": Deferral, "shards": of_shards, "last": DeferredReduces}
     if reduce not in kinds:
-        raise ValueError(f"zcompile: accumulate(reduce={reduce!r}): it is one of {', '.join(map(repr, kinds))}")
+        raise ValueError(f"zcompile.accumulate: reduce must be one of {', '.join(map(repr, kinds))}, not {reduce!r}.")
     return kinds[reduce](states)
 
 
@@ -133,7 +133,7 @@ Reduces = Callable[[ShardedModel, list[ShardedParameter], list[torch.Tensor | No
 
 
 def _reduce(state: ShardedModel, reduce: Reduces) -> None:
-    """Reduce what added up unreduced, in the order of the parameters."""
+    """Reduce the gradients that added up in the block by calls of `reduce`, in the order of the parameters."""
     unreduced = {each: each.take_unreduced() for each in state.parameters.values()}
     own = [each.index for each, grad in unreduced.items() if grad is not None]
     used = {index for of_rank in all_gather_over_mesh(state.mesh, own) for index in of_rank}
@@ -150,7 +150,7 @@ def _reduce(state: ShardedModel, reduce: Reduces) -> None:
 def _over_all(
     state: ShardedModel, bucket: list[ShardedParameter], sums: list[torch.Tensor | None]
 ) -> Iterator[torch.Tensor]:
-    """Gradients of `bucket`, one after the other, from whole ones that have added up; None for zeros."""
+    """Yield this rank's shard of each reduced gradient. `sums`: this rank's unsharded gradients; None: zeros."""
     for sharded, whole in zip(bucket, sums, strict=True):
         with torch.no_grad():
             own = sharded.leaf.new_zeros(sharded.shape) if whole is None else whole
@@ -160,7 +160,7 @@ def _over_all(
 def _over_hosts(
     state: ShardedModel, bucket: list[ShardedParameter], sums: list[torch.Tensor | None]
 ) -> list[torch.Tensor]:
-    """Gradients of `bucket`, together, from sums over the ranks of this host; None for zeros."""
+    """Return this rank's shard of each reduced gradient. `sums`: sums over the ranks of this host; None: zeros."""
     return state.runtime.reduce_over_hosts([sharded.index for sharded in bucket], sums)
 
 
@@ -182,7 +182,7 @@ def _sum_over_replicas(state: ShardedModel) -> None:
 
 
 def _summed(flat: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, int]:
-    """`flat` summed over replicas, and how many bytes that brought. More than two replicas sum a piece each."""
+    """Return the sum of `flat` over replicas, and the bytes received. Each of more than two replicas sums one part."""
     count = group.size()
     if count <= 2:
         return _sum(_over_replicas(flat, group)), (count - 1) * flat.nbytes
@@ -195,7 +195,7 @@ def _summed(flat: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor,
 
 
 def _sum(rows: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
-    """In their order, in float32 or wider. Overwrites the first."""
+    """Return the sum of `rows`, added in their order, in float32 or wider. May overwrite the first row."""
     total = rows[0].float() if rows[0].dtype.itemsize < 4 else rows[0]
     for row in rows[1:]:
         total += row
@@ -203,14 +203,14 @@ def _sum(rows: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
 
 
 def _over_replicas(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """The tensor of each replica, by rank."""
+    """All-gather `tensor` over replicas. Return one tensor for each, in replica order."""
     rows = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(rows, tensor, group=group)
     return rows
 
 
 def _local_grad(sharded: ShardedParameter) -> torch.Tensor:
-    """This rank's shard of the gradient, or zeros that become it."""
+    """Return this rank's shard of `.grad`. If there is no `.grad`, set it to zeros first."""
     parameter: Any = sharded.parameter
     if parameter.grad is None:
         local = sharded.local()
@@ -220,7 +220,7 @@ def _local_grad(sharded: ShardedParameter) -> torch.Tensor:
 
 
 def _buckets(parameters: Sequence[ShardedParameter]) -> Iterator[list[ShardedParameter]]:
-    """Parameters of one dtype, in order, up to BUCKET_BYTES of shards; the same on all ranks."""
+    """Yield lists of parameters of one dtype, in order, with up to BUCKET_BYTES of shards; the same on all ranks."""
     bucket: list[ShardedParameter] = []
     nbytes = 0
     for sharded in parameters:

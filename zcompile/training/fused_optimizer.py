@@ -1,9 +1,9 @@
-"""A step of Adam or AdamW that also writes the cached shards that peers gather.
+"""A step of Adam or AdamW that also writes the low-precision copies of shards that peers gather.
 
-Peer to peer, each rank caches its shards in `param_dtype`. A refresh of the cache after a step would read all main
-parameters again. The optimizer's kernel has just computed them, so it writes the cache, too. torch's own `step` runs
-unchanged: a dispatch mode replaces only its call of the fused kernel. csrc/p2p/schedule/adam_schedule.h explains the
-order in which the kernel steps parameters.
+With the p2p transport, each rank keeps copies of its shards in `param_dtype`, which peers read. To cast them after a
+step would read all main parameters again. The optimizer's kernel has just computed the main parameters, so it writes
+the copies, too. torch's own `step` runs unchanged: a dispatch mode replaces only its call of the fused kernel.
+csrc/p2p/schedule/adam_schedule.h explains in which order the kernel updates parameters.
 """
 
 import contextlib
@@ -38,37 +38,36 @@ def fuse_optimizer(
 ) -> torch.optim.Optimizer:
     """Let `optimizer.step` also write the shards that the next forward gathers, and free gradients.
 
-    Peer to peer this saves one pass over all main parameters in each step. Over other transports, steps run torch's
-    kernel. Results do not change, with one exception: `offload="states"` on one rank, with `param_dtype`, under
-    Inductor. Without offload, Inductor fuses the casts of parameters into kernels there and leaves their rounding out.
+    With the p2p transport, this saves one read of all main parameters in each step. With others, steps run torch's
+    kernel. Results do not change, with one exception: on one rank, under Inductor, with `offload="states"`, parameters
+    are rounded to `param_dtype`. Without offload, Inductor fuses that cast and omits the rounding.
 
-    `step()` sets `.grad` of the model's parameters to None, because it may write to the memory of gradients. Clone a
-    gradient before the step to use it later, also in hooks that run after the step. Between a step and the next
-    forward, change parameters only by in-place operations under `torch.no_grad()` or by `load_state_dict`: that
-    forward misses a write through `.data`, by `torch._foreach_*` or by another optimizer. The first forward after
-    another step or backward has it. Schedulers, GradScaler, and the optimizer's state and checkpoints work as usual.
-    With GradScaler, and with `Adam` and weight decay, steps run torch's kernel. All ranks or none call this, and all
-    ranks step.
+    `step()` sets `.grad` of the model's parameters to None, because it may write to the memory of gradients. To use a
+    gradient after the step, also in a hook, clone it before the step. Between a step and the next forward, change
+    parameters only by in-place operations under `torch.no_grad()` or by `load_state_dict`. After a write through
+    `.data`, by `torch._foreach_*` or by another optimizer, that forward still reads the old values. Schedulers,
+    GradScaler, and the optimizer's state and checkpoints work as usual. With GradScaler, and for `Adam` with weight
+    decay, steps run torch's kernel. Call this on all ranks or on none; all ranks must step.
 
     Args:
-        model: sharded by `zcompile.shard`; its transport may still change.
+        model: a model that `zcompile.shard` has sharded. A later compile may still choose its transport.
         optimizer: `torch.optim.Adam` or `AdamW` with `fused=True`; it may also hold parameters of other models.
         offload: the states to keep in pinned host memory. Default: none.
 
             - "moments": both Adam moments of the model's parameters, which must be float32. A step copies them to the
-              GPU and back, group by group. Main parameters and gradients stay on the GPU. After a step, read
-              `optimizer.state` or `optimizer.state_dict()` again before you use a moment that you got from it earlier.
-            - "states": also main parameters whose gathers all have one narrower dtype. The GPU keeps a copy in that
-              dtype for gathers; other reads and writes of the parameter go over the link. Parameters with a
-              `param_dtype` move in this call, others in the first step after a forward. If more than 1 % of the bytes
-              stay on the GPU, that step warns of the amount and the reason.
-        step_in_backward: only with `offload`. Each backward steps parameters while it computes the gradients of
-            others, which hides the copies of states, and `optimizer.step()` steps the rest and waits. Gradients are
-            gone when backward returns, so they cannot be clipped, scaled or read: use hooks that
-            `register_post_accumulate_grad_hook` adds. Run one backward for each step, or several inside of
-            `zcompile.accumulate`, where the whole step waits for `optimizer.step()`. Set the learning rate before
-            backward, and read parameters after `step()`. Compile the model by blocks: the gradients of one compiled
-            graph arrive together, at its end.
+              GPU and back, group by group. Main parameters and gradients stay on the GPU. After a step, do not use a
+              moment that you read earlier: read it again from `optimizer.state` or `optimizer.state_dict()`.
+            - "states": also main parameters that are always gathered in one narrower dtype. The GPU keeps a copy of
+              the shard in that dtype for gathers; all other reads and writes of the parameter access host memory.
+              Parameters with a `param_dtype` move in this call, others in the first step after a forward. The first
+              step warns if more than 1 % of the bytes of main parameters stay on the GPU, and says why.
+        step_in_backward: update parameters during backward, while it computes gradients of other parameters. This
+            hides the copies of states, so it needs `offload`. `optimizer.step()` updates the remaining parameters, and
+            waits for all. When backward returns, gradients are gone: to clip, scale or read them, use hooks that
+            `register_post_accumulate_grad_hook` adds. Run one backward for each `optimizer.step()`, or several inside
+            of `zcompile.accumulate`; then `optimizer.step()` updates all parameters. Set the learning rate before
+            backward, and read parameters after `optimizer.step()`. Compile each layer on its own, because a compiled
+            graph delivers all of its gradients at its end.
 
     Returns:
         `optimizer`, with its `step` replaced.
@@ -76,23 +75,24 @@ def fuse_optimizer(
     Raises:
         RuntimeError: `model` is not sharded.
         ValueError: `optimizer` is of another class, not fused, or has `amsgrad`, `maximize` or a tensor as learning
-            rate; `offload` has another value, or differs from an earlier call's; with `offload`, a parameter is not
-            float32; "states" with `zcompile.shard(states="global")`; `step_in_backward` without `offload`.
+            rate; `offload` has another value; `offload` or `step_in_backward` differs from an earlier call's; with
+            `offload`, a parameter is not float32; "states" with `zcompile.shard(states="global")`; `step_in_backward`
+            without `offload`.
     """
     state = state_of(model)
     _check_optimizer(optimizer)
     if offload is not None and offload not in OFFLOADS:
         raise ValueError(
-            f"zcompile.fuse_optimizer: offload is None, {' or '.join(map(repr, OFFLOADS))}, not {offload!r}."
+            f"zcompile.fuse_optimizer: offload must be None, {' or '.join(map(repr, OFFLOADS))}, not {offload!r}."
         )
     if offload == "states" and state.over_hosts:
         raise ValueError(
-            "zcompile.fuse_optimizer: offload='states' is not possible with zcompile.shard(states='global'): main "
-            "parameters are parts of the shards that each forward reads, which would then read host memory. Take "
+            "zcompile.fuse_optimizer: offload='states' is not possible with zcompile.shard(states='global'): there, "
+            "ranks all-gather main parameters over hosts after each step, which would then read host memory. Take "
             "offload='moments'."
         )
     if step_in_backward and offload is None:
-        raise ValueError("zcompile.fuse_optimizer: step_in_backward=True hides copies of offload=: set both, or none.")
+        raise ValueError("zcompile.fuse_optimizer: step_in_backward=True needs offload= as well: set both, or none.")
     inner: Any = optimizer.step
     models = getattr(inner, "fused_by_zcompile", ())
     if any(each() is state for each in models):
@@ -100,8 +100,8 @@ def fuse_optimizer(
         asked = [(offload, step_in_backward)] * (offload is not None)
         if [(each.kind, each.in_backward) for each in before] != asked:
             raise ValueError(
-                "zcompile.fuse_optimizer was called with another offload or step_in_backward before: leave out one of "
-                "the calls."
+                "zcompile.fuse_optimizer was called before for this model and optimizer, with another offload or "
+                "step_in_backward: remove one of the calls."
             )
         return optimizer
     unbound = getattr(inner, "__func__", None)
@@ -133,7 +133,7 @@ def fuse_optimizer(
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError unless transports' kernels can compute the step of `optimizer`."""
+    """Raise ValueError unless the fused kernels of transports can compute the step of `optimizer`."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise ValueError(f"zcompile.fuse_optimizer takes torch.optim.Adam and AdamW, not {type(optimizer).__name__}.")
     for group in optimizer.param_groups:
@@ -171,9 +171,9 @@ def _fused_step(unbound: Callable[..., Any], mode: "StepMode", early: StepInBack
 
 
 class StepMode(TorchDispatchMode):
-    """Replaces torch's fused kernel by the transport's, for parameters of the model, if the transport has one.
+    """A dispatch mode that replaces torch's fused Adam kernel by the transport's, for parameters of the model.
 
-    If it has none, torch's kernel steps their local shards. Other parameters always step by torch's kernel.
+    If the transport has no such kernel, torch's kernel updates their local shards. For others, torch's always runs.
     """
 
     def __init__(self, state: ShardedModel, offload: Offload | None = None):
@@ -190,7 +190,7 @@ class StepMode(TorchDispatchMode):
 
     @contextlib.contextmanager
     def stepping_in_backward(self) -> Iterator[None]:
-        """Enter the mode for a step in backward."""
+        """Enter the dispatch mode for a step that runs during backward."""
         self.in_backward = True
         try:
             with self:
@@ -242,10 +242,10 @@ class StepMode(TorchDispatchMode):
         done: Sequence[int],
         tensors: Tensors,
     ) -> None:
-        """Step this rank's shards by the transport's kernel if it can, else by torch's; see `Step` for the arguments.
+        """Update this rank's shards by the transport's kernel if it supports the step, else by torch's; see `Step`.
 
-        `tensors` are local, because an op on DTensors would make a spec of each, which takes the host longer than the
-        rest of the step.
+        `tensors` are local tensors: an op on DTensors would make a `DTensorSpec` for each, which takes more host time
+        than the rest of the step.
         """
         state, settings = self.state, {name: kwargs[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
         assert state is not None
@@ -264,9 +264,9 @@ class StepMode(TorchDispatchMode):
         func(*tensors, **kwargs)
 
     def _step_others(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Step by torch's kernel. DTensor redistributes gradients and moments sharded unlike the parameter, or raises.
+        """Run torch's kernel. DTensor redistributes gradients and moments sharded unlike the parameter, or raises.
 
-        Moments in host memory are streamed: those of the model's other domains, and with a GradScaler all of them.
+        Moments in host memory are streamed, such as those of parameters on the model's other meshes.
         """
         offload, scales = self.offload, [kwargs.get(name) for name in ("grad_scale", "found_inf")]
         if offload is None:
@@ -287,7 +287,7 @@ class StepMode(TorchDispatchMode):
 
 
 def _taken(args: Sequence[Any], places: list[int]) -> Tensors:
-    """Select the entries `places` of each list that a fused kernel takes; the list of amsgrad's maxima may be empty."""
+    """Select the entries `places` (indices) of each list in a fused kernel's `args`; amsgrad's list may be empty."""
     return [[values[i] for i in places] if values else [] for values in args]
 
 

@@ -9,7 +9,7 @@ import torch
 
 
 class Queue(enum.Enum):
-    """A queue runs its work in order, and concurrently with other queues, like a CUDA stream."""
+    """A queue, such as a CUDA stream, runs its work in order, and concurrently with other queues."""
 
     TO_DEVICE = enum.auto()
     COMPUTE = enum.auto()  # the program's own work: on a GPU, the current stream
@@ -17,7 +17,7 @@ class Queue(enum.Enum):
 
 
 class HostLink:
-    """Queues of a CPU device, whose memory is the host's: `run` returns when the work is done, so waits do nothing."""
+    """Queues for a model on the CPU. `run` returns after it has done the work, so waits do nothing."""
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
         """Allocate uninitialised host memory of the shape and dtype of `like`; for a GPU it is pinned."""
@@ -51,21 +51,21 @@ class HostLink:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Context manager in which `Queue.COMPUTE` is a second queue, which first waits for the program's work so far.
+        """Context manager in which `Queue.COMPUTE` is a second stream, which first waits for the program's work so far.
 
-        The program's later work does not wait for the second queue, until `join`.
+        The program's own stream does not wait for the second stream, until `join`.
         """
         yield
 
     def join(self) -> None:
-        """Make the program's work enqueued from now on wait for the second queue of `aside`."""
+        """Make the program's work enqueued from now on wait for the second stream of `aside`."""
 
     def release(self, buffer: torch.Tensor) -> None:
         """Delay reuse of the memory of `buffer`, which the caller drops, until all queues are done with it."""
 
 
 class CudaLink(HostLink):
-    """Queues of a GPU. Each direction has a stream: copies overlap with compute and with each other."""
+    """Queues of a GPU. Copies in each direction have their own stream, so they overlap with compute and each other."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -13,9 +13,9 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def are_alike(specs: list[Any]) -> bool:
-    """Whether all `specs` have the same mesh and placements. With None, for a plain tensor, it is False.
+    """Whether all `specs` have the same mesh and placements. False if one of them is None, that of a plain tensor.
 
-    It runs for each parameter in each step, so it compares the identity of specs and meshes first, which is fast.
+    This runs for each parameter in each step, so it first compares specs and meshes by identity, which is fast.
     """
     first, *others = specs
     for other in others:
@@ -42,5 +42,5 @@ def fits(parameter: Any) -> bool:
 
 
 def with_local(like: torch.Tensor, local: torch.Tensor) -> Any:
-    """Make `local` the local tensor of a DTensor like `like`. It may lie in host memory, as under FSDP2's offload."""
+    """If `like` is a DTensor, return one over `local` with its mesh and placements; `local` may be in host memory."""
     return DTensor(local, like._spec, requires_grad=False) if isinstance(like, DTensor) else local

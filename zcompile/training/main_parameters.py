@@ -1,16 +1,16 @@
-"""Main parameters in host memory: which ones, the copies that gathers read, and the writes that change them.
+"""Main parameters in host memory, and their *narrow shards*: copies on the device in the lower-precision gather dtype.
 
 [Note: main parameters in host memory]
 If a main parameter is always gathered in one narrower dtype, only the optimizer reads its float32 values. So
-`fuse_optimizer(offload="states")` moves it to pinned host memory. The DTensor, its storage and its device stay the
-same, because kernels and copies of a GPU can access pinned memory. All readers still get float32 values, only more
-slowly: `state_dict`, saving and loading of checkpoints, `full_tensor`, gathers in another dtype.
+`fuse_optimizer(offload="states")` moves these values to pinned host memory. The DTensor object, its storage object and
+its `device` stay the same, because kernels and copies of a GPU can access pinned memory. Other readers still get
+float32 values, only more slowly: `state_dict`, checkpoints, `full_tensor`, gathers in another dtype.
 
-Gathers in the narrower dtype read the *narrow shard*, a copy on the device. Each write to a main parameter renews it:
+Gathers in the narrower dtype read the narrow shard, which must follow each write to its main parameter:
   - A streamed step (offload.py) writes both. At its end, the program's stream waits for the copies to the host, so
     that later reads get the new values.
   - An in-place operation increments a version counter, so the next gather casts again (`ShardedParam::renew_narrow`).
-  - Kernels of other optimizers increment no counter, so a hook that runs after every optimizer step does.
+  - Fused kernels of other optimizers increment no counter, so a hook after every optimizer step increments it.
 """
 
 import functools
@@ -27,7 +27,7 @@ from zcompile.state.attributes import SHARDED
 from zcompile.state.sharded_parameter import OnHost, ShardedParameter
 from zcompile.training.local_parts import local_of
 
-SHARE_TO_WARN_OF = 0.01  # of the bytes of main parameters; weights of norms are fewer
+SHARE_TO_WARN_OF = 0.01  # of the bytes of main parameters; weights of norms are fewer bytes
 
 
 def sharded_by(parameter: torch.Tensor) -> ShardedParameter | None:
@@ -62,7 +62,7 @@ def narrow_dtype(parameter: torch.Tensor) -> torch.dtype | None:
 
 
 def _gathered_in(sharded: ShardedParameter) -> set[torch.dtype]:
-    """The dtypes in which a parameter is gathered; without `param_dtype`, those of the gathers so far."""
+    """Return the dtypes in which a parameter is gathered; without `param_dtype`, those of all gathers so far."""
     dtype = sharded.layout.dtype
     return {dtype} if dtype is not None else sharded.state.runtime.gathered_in(sharded.index)
 
@@ -86,7 +86,7 @@ def warn_of_device_bytes(parameters: Sequence[Any]) -> None:
         reason = f"is {sharded.extension.kind}"
     elif _is_alone(local_of(largest)):
         dtypes = " and ".join(sorted(str(dtype) for dtype in _gathered_in(sharded)))
-        reason = f"was gathered in {dtypes}, and only those that are always gathered in one narrower dtype move"
+        reason = f"was gathered in {dtypes}; only parameters always gathered in one narrower dtype move to the host"
         remedy = "Shard the model with zcompile.shard(model, param_dtype=torch.bfloat16)"
     else:
         reason = "shares its memory with other tensors"
@@ -100,7 +100,7 @@ def warn_of_device_bytes(parameters: Sequence[Any]) -> None:
 
 @torch.no_grad()
 def move_to_host(dtypes: Mapping[Any, torch.dtype], memory: Iterable[torch.Tensor]) -> None:
-    """Move main parameters to `memory`, one host tensor each. `dtypes`: DTensor -> dtype of its gathers."""
+    """Move main parameters, the keys of `dtypes`, to `memory`, a host tensor for each. Values: dtypes of gathers."""
     if any(parameter.is_cuda for parameter in dtypes):
         torch.cuda.synchronize()  # streams of transports may still read the memory that is freed now
     for (parameter, dtype), host in zip(dtypes.items(), memory, strict=True):
@@ -115,7 +115,7 @@ def move_to_host(dtypes: Mapping[Any, torch.dtype], memory: Iterable[torch.Tenso
 
 
 def finish_step(parameters: Iterable[torch.Tensor]) -> None:
-    """Mark narrow shards as up to date, after a streamed step that wrote them and their main parameters."""
+    """Mark narrow shards of `parameters` as up to date, after a streamed step that wrote them and `parameters`."""
     for parameter in parameters:
         sharded = sharded_by(parameter)
         if sharded is not None and sharded.on_host is not None and sharded.leaf_reference() is not None:
@@ -128,13 +128,13 @@ def _watch_steps() -> None:
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Post-step hook of all optimizers: mark narrow shards of the stepped parameters as out of date."""
+    """Hook after each step of any optimizer: mark narrow shards of parameters with a gradient as out of date."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     note_writes(parameter for parameter in parameters if parameter.grad is not None)
 
 
 def note_writes(parameters: Iterable[torch.Tensor]) -> None:
-    """Mark narrow shards of `parameters` as out of date; `finish_step` undoes that after a streamed step."""
+    """Mark narrow shards of `parameters` as out of date, so that the next gather casts main parameters again."""
     for parameter in parameters:
         if on_host(parameter) is not None:
             torch.autograd.graph.increment_version(local_of(parameter))

@@ -1,19 +1,19 @@
-"""Adam's states in host memory: a step copies them to the GPU and back by groups, which overlaps with compute.
+"""Adam's states in host memory: a step copies them to the GPU and back in groups, and overlaps copies with kernels.
 
 [Note: streamed steps]
-The moments of a model's parameters lie in pinned host memory, and with `offload="states"` main parameters, too
-(main_parameters.py); gradients lie on the GPU. A step takes parameters in groups of at most `GROUP_BYTES` of states,
-and large parameters in pieces. Each group has a slot, one of `SLOTS` sets of GPU buffers: its states are copied in,
-stepped by the kernel that would have stepped them on the GPU, and copied out. So one group is copied in while another
-is stepped and a third is copied out. Four waits order them:
-  - The first copy to the device waits for the work before the step, which may still use the memory of the buffers.
-  - A group is stepped after it has arrived.
-  - A group is copied out after it has been stepped.
-  - The next group is copied into a slot after the last one was copied out of it.
-With "moments", the program's stream waits for the compute alone, so the next forward may run while the last groups are
-copied out. With "states", that stream also waits for the last copy, since any later kernel may read main parameters.
-Until these copies end, moments in host memory are old or partly written. So `optimizer.state` is a mapping that blocks
-the host, before each read, until they have ended: `state_dict`, copies and the next step read through it.
+Adam's moments lie in pinned host memory, with `offload="states"` main parameters, too (main_parameters.py). Gradients
+lie on the GPU. A step divides the parameters into groups with at most `GROUP_BYTES` of states; a large parameter is cut
+into pieces. The GPU has `SLOTS` sets of buffers. For each group, the step copies the states into a set of buffers, runs
+the optimizer's usual kernel on them, and copies them back to the host. So it copies one group in, while the kernel
+updates another, and a third is copied out. Four waits order this:
+  - The first copy to the GPU waits for work enqueued before the step, which may still use the memory of the buffers.
+  - The kernel of a group waits for the group's copy to the GPU.
+  - The group's copy back to the host waits for the kernel.
+  - The next copy into a set of buffers waits until the last group in these buffers was copied back.
+With "moments", the program's stream waits for the kernels alone, so the next forward may run while the last groups are
+copied back. With "states", that stream also waits for the last copy, since any later kernel may read main parameters.
+Until the copies end, moments in host memory are old or partly written. So `optimizer.state` is a mapping whose reads
+first block the host until the copies have ended. `state_dict()`, `copy` and the next step read through this mapping.
 
 Results are bitwise those of a step without offload, because the kernel is the same and elementwise. Pieces begin at
 multiples of `GRAIN` elements, so that a CPU's kernel splits them into the same vectors and remainder.
@@ -46,13 +46,13 @@ MAIN, FIRST_MOMENT = 0, 2  # indices in the arguments of torch's fused kernel; s
 COUNTS = 5  # index of the counts of steps
 
 Tensors = list[list[torch.Tensor]]  # parameters, gradients, both moments, maxima of squares if any, counts of steps
-# A function (items, done, tensors) that steps `tensors` on the device. They are pieces of parameters, whose indices in
-# the whole step are `items`; `done` are the indices of the parameters whose last piece is among them.
+# A function (items, done, tensors) that runs Adam's kernel on `tensors`, pieces of parameters on the device. `items`:
+# for each piece, the index of its parameter in the step; `done`: indices of parameters whose last piece is here.
 Step = Callable[[Sequence[int], Sequence[int], Tensors], None]
 
 
 class HostStates(defaultdict[torch.Tensor, dict[str, Any]]):
-    """`optimizer.state`. Each read first waits until the moments of the last step are in host memory."""
+    """The class of `optimizer.state`. Reads first block until the last step has copied all moments to host memory."""
 
     def __init__(self, offloads: "list[Offload]", states: Any):
         super().__init__(dict, states)
@@ -64,12 +64,12 @@ class HostStates(defaultdict[torch.Tensor, dict[str, Any]]):
     __copy__ = copy
 
     def __reduce__(self) -> Any:
-        """Copies and pickles are plain mappings."""
+        """Copy and pickle as a plain mapping, without the offloads."""
         return defaultdict, (dict, dict(self.items()))
 
 
 def _waiting(name: str) -> Callable[..., Any]:
-    """Wrap defaultdict's method `name`: it first waits for the moments of its argument, or of all parameters."""
+    """Wrap defaultdict's method `name`: first wait for the moments of its argument, a parameter, or else for all."""
     read = getattr(defaultdict, name)
 
     @functools.wraps(read)
@@ -87,17 +87,17 @@ for _name in ("__getitem__", "__iter__", "get", "items", "values", "pop", "popit
 
 @dataclass
 class Loaded:
-    """Wraps a moment of a checkpoint, so that torch does not move it to the GPU, and the host memory to copy it to."""
+    """Wraps a checkpoint's moment, `source`, so that torch does not move it to the GPU; `target` is its host memory."""
 
     source: DTensor
     target: DTensor
 
 
 class Offload:
-    """The host memory for states of one model's parameters in one optimizer, both of which it refers to weakly.
+    """Keeps Adam's states of one model's parameters in host memory. Refers to model and optimizer weakly.
 
     Args:
-        kind: "moments", or "states" for main parameters, too; those with a `param_dtype` move in this call.
+        kind: "moments", or "states": main parameters, too. Those with a `param_dtype` move to the host in this call.
     """
 
     def __init__(self, kind: str, state: ShardedModel, optimizer: torch.optim.Optimizer):
@@ -111,7 +111,7 @@ class Offload:
         self.streamed: list[Any] = []  # parameters of this step
         self.has_stepped = False
         self.in_backward = False  # whether parameters are stepped in backward; see step_in_backward.py
-        self.copied_out: Any = None  # a mark; None if all moments are in host memory
+        self.copied_out: Any = None  # an event (see `HostLink.mark`); None if all moments are in host memory
         self.in_flight: set[int] = set()  # ids of parameters whose moments may not be there yet
         self.offloads: list[Offload] = getattr(optimizer.state, "offloads", [])  # the optimizer's, one a model
         self.offloads.append(self)
@@ -120,7 +120,7 @@ class Offload:
         optimizer.state = HostStates(self.offloads, optimizer.state)
 
     def find_parameters(self) -> dict[int, str]:
-        """Return the parameters of the model, whose moments lie in host memory: id -> name."""
+        """Return {id of a parameter: its name} for all parameters of the model, and store it as `self.parameters`."""
         state = self.model()
         models = [] if state is None else models_of(state)
         found = (sharded for each in models for sharded in each.parameters.values())
@@ -128,13 +128,13 @@ class Offload:
         return self.parameters
 
     def has_moments_of(self, parameter: torch.Tensor, args: Any, i: int) -> bool:
-        """Whether the moments of `parameter`, the `i`-th in `args` of torch's fused kernel, lie in host memory."""
+        """Whether moments of `parameter`, entry `i` of each list in a fused kernel's `args`, lie in host memory."""
         moments = [args[FIRST_MOMENT + j][i] for j in range(len(MOMENTS))]
         are_on_host = all(self.link.is_host(local_of(moment)) for moment in moments)
         return id(parameter) in self.parameters and fits(parameter) and are_on_host
 
     def state_bytes(self) -> tuple[int, int]:
-        """Return the bytes of trainable sharded parameters and their Adam moments: (in host memory, on the device)."""
+        """Return this rank's bytes of trainable main parameters and Adam moments: (in host memory, on the device)."""
         optimizer, nbytes = self.optimizer(), {True: 0, False: 0}
         assert optimizer is not None, "an optimizer has this"
         for parameter in self.trained(optimizer):
@@ -145,12 +145,12 @@ class Offload:
         return nbytes[True], nbytes[False]
 
     def trained(self, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-        """The trainable parameters of the model that `optimizer` holds."""
+        """Return those trainable parameters of the model that `optimizer` holds."""
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         return (each for each in parameters if id(each) in self.parameters and each.requires_grad)
 
     def wait(self, parameter: Any = None) -> None:
-        """Block the host until all moments of the last step, or those of `parameter` alone, are in host memory."""
+        """Block until the last step has copied the moments of `parameter` (None: of all) to host memory."""
         mark = self.copied_out
         if mark is None or (parameter is not None and id(parameter) not in self.in_flight):
             return
@@ -160,7 +160,7 @@ class Offload:
 
     @contextlib.contextmanager
     def step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Context manager around a step of `optimizer`, in which `stream` may be called instead of the fused kernel."""
+        """Context manager around a step of `optimizer`. Inside, `stream` may be called in place of the fused kernel."""
         self.find_parameters()
         if self.model() is None:
             self._give_back(optimizer)
@@ -188,7 +188,7 @@ class Offload:
             self.streamed = []
 
     def open(self, parameters: list[Any]) -> None:
-        """Allocate the GPU memory through which a step streams the states of `parameters`, until `step` ends."""
+        """Allocate the GPU buffers into which a step copies states of `parameters`; they are freed when `step` ends."""
         if self.running is not None:
             return
         rows = len(MOMENTS) + any(on_host(parameter) is not None for parameter in parameters)
@@ -196,7 +196,7 @@ class Offload:
         self.running = Stream(self.link, rows, [local.numel() for local in locals_], locals_[0].device)
 
     def stream(self, parameters: list[Any], tensors: Tensors, step: Step) -> None:
-        """Step `parameters` group by group, by calls of `step` with tensors on the device.
+        """Update `parameters` in groups: copy a group's states to the device, call `step`, and copy them back.
 
         Args:
             tensors: local tensors, in the lists that torch's fused kernel takes. The moments lie in host memory.
@@ -211,7 +211,7 @@ class Offload:
     def _stream_group(
         self, stream: Stream, pieces: list[Piece], tensors: Tensors, mains: list[OnHost | None], step: Step
     ) -> None:
-        """Step a group of pieces. Their moments come from host memory, and so do main parameters that lie there."""
+        """Copy moments, and main parameters in host memory, of a group of pieces to the device, step, and copy back."""
         group = [[piece.of(values[piece.item]) for piece in pieces] if values else [] for values in tensors]
         group[COUNTS] = [tensors[COUNTS][piece.item] for piece in pieces]
         found = [mains[piece.item] for piece in pieces]
@@ -236,9 +236,9 @@ class Offload:
 
     @contextlib.contextmanager
     def on_device(self, args: Tensors) -> Iterator[Tensors]:
-        """Context manager: `args` of torch's fused kernel with moments on the device, copied back at its end.
+        """Yield `args` of torch's fused kernel with moments copied to the device. At the end, copy the moments back.
 
-        It is for parameters that DTensor must redistribute, or refuses to step.
+        Used if torch's kernel must get DTensors: states sharded unlike the parameter, or a DTensor from GradScaler.
         """
         self.wait()
         moved = list(args)
@@ -253,10 +253,10 @@ class Offload:
                 local_of(host).copy_(local_of(moment))
 
     def _move_to_host(self, optimizer: torch.optim.Optimizer, stepped: list[tuple[Any, dict[str, Any]]]) -> None:
-        """Make missing moments of `stepped` in host memory, and move those on the device there, and main parameters.
+        """Create missing moments of `stepped` in host memory. Move main parameters and existing moments to the host.
 
-        Moments are on the device after a step without offload. All host memory is allocated before the first state
-        changes, so that a lack of memory changes none.
+        Existing moments are on the device if an earlier step ran without offload. All host memory is allocated before
+        the first state changes, so that a failed allocation changes no state.
         """
         states = {parameter: optimizer.state.get(parameter) or {} for parameter, _ in stepped}
         missing = [
@@ -288,7 +288,7 @@ class Offload:
         return is_sharded_as(moment, parameter) and not self.link.is_host(local_of(moment))
 
     def _movable(self, parameters: Iterable[Any]) -> dict[Any, torch.dtype]:
-        """The main parameters among `parameters` that are to move to the host now, with the dtype of their gathers."""
+        """Return {main parameter: dtype of its gathers} for those of `parameters` that must move to the host now."""
         if self.kind != "states":
             return {}
         ours = (parameter for parameter in parameters if id(parameter) in self.parameters and fits(parameter))
@@ -296,10 +296,10 @@ class Offload:
         return {parameter: dtype for parameter, dtype in dtypes.items() if dtype is not None}
 
     def _allocate(self, parameters: list[DTensor]) -> list[DTensor]:
-        """Allocate uninitialised host memory for one state of each of `parameters`.
+        """Allocate uninitialised host memory for one state (a moment, say) of each of `parameters`.
 
         Raises:
-            RuntimeError: the host does not have enough; the text names the bytes and the remedy.
+            RuntimeError: the host has not enough memory; the text names the bytes and the remedy.
         """
         locals_ = [local_of(parameter) for parameter in parameters]
         total = sum(local.nbytes for local in locals_)
@@ -313,7 +313,7 @@ class Offload:
         return [with_local(parameter, local) for parameter, local in zip(parameters, memory, strict=True)]
 
     def _no_memory(self, total: int, reason: str) -> str:
-        """The text of the error for a failed allocation of `total` bytes."""
+        """Return the error text for a failed allocation of `total` bytes."""
         return (
             f"zcompile.fuse_optimizer(offload={self.kind!r}) asked for {total} bytes ({_gib(total)}) of pinned host "
             f"memory for states of Adam on rank {dist.get_rank()}, and did not get them: {reason}. No state was "
@@ -322,7 +322,7 @@ class Offload:
         )
 
     def _give_back(self, optimizer: torch.optim.Optimizer) -> None:
-        """Move moments of freed models to their parameters' device, where torch's own step needs them."""
+        """Move moments of parameters whose model was freed to the device, where torch's own step needs them."""
         for parameter, state in optimizer.state.items():
             if any(id(parameter) in each.parameters for each in self.offloads):
                 continue
@@ -332,11 +332,11 @@ class Offload:
                     state[name] = with_local(moment, local_of(moment).to(parameter.device))
 
     def _keep_on_host(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        """Pre-hook of `load_state_dict`, which would otherwise copy all moments to the device at once.
+        """Pre-hook of `load_state_dict`: without it, torch would copy all moments to the device at once.
 
         Returns:
-            `state_dict` with each moment wrapped in `Loaded`, with the host memory to copy it to; torch leaves these
-            where they are. None if the numbers of parameters differ.
+            `state_dict` with each moment wrapped in `Loaded`, which torch does not move. None if checkpoint and
+            optimizer differ in their number of parameters; torch then raises.
         """
         self.wait()
         self.find_parameters()
@@ -359,7 +359,7 @@ class Offload:
         return {**state_dict, "state": states}
 
     def _finish_load(self, optimizer: torch.optim.Optimizer) -> None:
-        """Post-hook of `load_state_dict`: copy wrapped moments to host memory, and let `optimizer.state` wait again."""
+        """Post-hook of `load_state_dict`: copy `Loaded` moments to host memory; restore `HostStates`."""
         for state in optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, Loaded):
@@ -370,7 +370,7 @@ class Offload:
 
 
 def _check_dtypes(kind: str, names: dict[int, str], optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if a trained parameter is not float32: torch's fused step refuses its moments on the host."""
+    """Raise ValueError if a trained parameter is not float32, because only float32 states can be streamed."""
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if id(parameter) in names and parameter.requires_grad and parameter.dtype != torch.float32:
             raise ValueError(

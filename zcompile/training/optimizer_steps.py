@@ -1,11 +1,11 @@
 """Hooks around the steps of optimizers that hold sharded parameters.
 
 Before a step, ranks compare the collectives that they have started (order_check.py). Two kinds of steps are not
-checked. In a step inside of a backward (by a parameter's hook), ranks may be at different places of their backward, so
-they may have started different collectives. A step that `torch.compile` compiled calls no hook.
+checked. A parameter's hook may take a step inside of a backward; ranks may be at different places of it, and so have
+started different collectives. A step that `torch.compile` compiled calls no optimizer hooks.
 
-After a step, it is counted, because all ranks must take it between the same collectives; see
-csrc/transport/order_log.h.
+Each step is counted in the log of collectives, because all ranks must take the step between the same two collectives;
+see csrc/transport/order_log.h.
 """
 
 import functools
@@ -35,7 +35,7 @@ def _install_hooks() -> None:
 
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    """Pre-step hook: compare orders, also after each call of a closure, which computes gradients inside of the step.
+    """Hook before a step: ranks compare their collectives; again after each call of a closure, which runs a backward.
 
     Returns:
         The step's positional and keyword arguments with the closure wrapped; None without a closure.
@@ -54,7 +54,7 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _checked(closure: Any, states: list[ShardedModel]) -> Any:
-    """Wrap `closure`, so that ranks compare orders after each call."""
+    """Wrap `closure`, so that ranks compare their collectives after each call."""
 
     @functools.wraps(closure)
     def checked() -> Any:
@@ -66,7 +66,7 @@ def _checked(closure: Any, states: list[ShardedModel]) -> Any:
 
 
 def check_orders(states: list[ShardedModel]) -> None:
-    """Compare the collectives that all ranks started, once for all models over the same groups; a collective call.
+    """Compare the collectives that ranks have started, once for models with the same process groups. A collective call.
 
     Raises:
         RuntimeError: see `OrderCheck.check`.
@@ -82,7 +82,7 @@ def check_orders(states: list[ShardedModel]) -> None:
 
 
 def _count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Post-step hook: count the step, unless a parameter's hook takes it inside of a backward."""
+    """Hook after a step: count the step, unless a parameter's hook took it inside of a backward."""
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
         return
     counted = set()  # models over the same groups share a count
@@ -96,7 +96,7 @@ def _count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _held_by(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
-    """The models with a parameter that `optimizer` holds."""
+    """Return the models with a parameter that `optimizer` holds."""
     held = _parameters_of(optimizer)
     return [
         state for state in list(_models) if any(id(sharded.parameter) in held for sharded in state.parameters.values())
@@ -104,5 +104,5 @@ def _held_by(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Ids of the parameters that `optimizer` holds."""
+    """Return the ids of the parameters that `optimizer` holds."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

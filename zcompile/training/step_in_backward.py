@@ -1,23 +1,24 @@
 """Steps of an offloading optimizer during backward, which hides the copies of its states.
 
 [Note: steps in backward]
-A step that streams states over the host's link takes longer than a forward, and backward uses the link for nothing.
-So with `fuse_optimizer(step_in_backward=True)`, a parameter is stepped after its gradient was delivered to `.grad`.
-Autograd adds up all of a backward's gradients of a leaf before it delivers the sum, and a reduced gradient needs those
-of all ranks. So no rank reads the parameter again in this backward.
+A step that copies states between host and device takes longer than a forward, and backward leaves that link idle.
+So with `fuse_optimizer(step_in_backward=True)`, backward updates a parameter after its gradient was delivered to
+`.grad`. No rank reads the parameter again in this backward: autograd adds up all gradients of a leaf before it delivers
+their sum, and a reduced gradient needs the sums of all ranks.
 
-Parameters are collected until their states fill several groups of [Note: streamed steps]. All ranks collect the same
-ones, because a norm of the gradients that are left after backward is a collective. Then torch's own step runs for these
-parameters alone, on a second stream, which waits for the gradients. Backward's stream does not wait for it, and
-`optimizer.step()` does. The memory of a gradient is not freed before the second stream has read it, since a later
-gradient of this backward could be written there.
+Parameters are collected until their states fill several groups of [Note: streamed steps] in offload.py. All ranks
+collect the same parameters, because a norm of the gradients that backward leaves is a collective. Then torch's own step
+runs for these parameters alone, on a second stream, which waits for the gradients. Backward's stream does not wait for
+the second stream; `optimizer.step()` does. The memory of a gradient is not freed before the second stream has read it,
+since a later gradient of this backward could be written there.
 
-The parameters delivered last are left to `optimizer.step()`. If their gradients have changed by then, the program clips
-or scales gradients, which came too late for the others. A copy of a few elements shows it. It is compared on the
-device, and the next `optimizer.step()` raises, so that no step waits for the device.
+`optimizer.step()` updates the parameters that are left after backward. If the program has clipped or scaled their
+gradients by then, the other parameters were updated with unclipped gradients. To detect this, backward copies some
+elements of the last gradient, and `optimizer.step()` compares them on the device. The next `optimizer.step()` raises,
+so that no step waits for the device.
 
-Such steps write main parameters and narrow shards, and never the copies that peers gather: gradients of this backward
-may lie in their memory. The next gather finds these copies out of date, and renews them.
+Steps in backward write main parameters and their copies for gathers from host memory (main_parameters.py). They leave
+out the p2p transport's copies of shards, which share memory with gradients. The next gather casts these copies again.
 """
 
 import contextlib
@@ -40,12 +41,12 @@ from zcompile.training.offload import MOMENTS, Offload
 if TYPE_CHECKING:
     from zcompile.state.sharded_parameter import ShardedParameter
 
-GROUPS = 4  # a step in backward has the states of about as many groups
-SEEN = 1024  # elements of the gradient that are compared
+GROUPS = 4  # a step in backward begins when the states of pending parameters fill so many groups
+SEEN = 1024  # elements of the last gradient that are compared
 
 
 class StepInBackward:
-    """Steps parameters of one model in backward. The model's parameters hold it; it holds neither model nor optimizer.
+    """Updates parameters of one model in backward. Parameters refer to it; it refers to model and optimizer weakly.
 
     Args:
         mode: the dispatch mode of the optimizer's steps, with an attribute `in_backward`.
@@ -67,10 +68,9 @@ class StepInBackward:
                 sharded.on_grad = self.add
 
     def add(self, sharded: "ShardedParameter") -> None:
-        """Step the parameter, now or with later ones; its `.grad` is complete.
+        """Add a parameter with a complete `.grad` to the pending ones. If these fill `GROUPS` groups, first step them.
 
-        The first step of all, and the first one of a parameter, allocate host memory: they are left to
-        `optimizer.step()`.
+        The optimizer's first step, and a parameter's first step, allocate host memory: `optimizer.step()` does them.
 
         Raises:
             RuntimeError: the parameter was stepped before, and `optimizer.step()` was not called since.
@@ -88,11 +88,11 @@ class StepInBackward:
         self.seen = sharded.name, elements, elements.clone()
 
     def finish(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the program wait for the steps in backward; `optimizer.step()`, which calls this, steps the others.
+        """Make the program's stream wait for the steps in backward. `optimizer.step()` calls this first.
 
         Raises:
-            RuntimeError: a stepped parameter has a gradient again; or settings of the optimizer changed since; or a
-                GradScaler steps the optimizer; or gradients had changed between backward and the step before.
+            RuntimeError: a parameter got another gradient after its step; settings in `param_groups` changed after it;
+                a GradScaler steps the optimizer; or gradients changed before the previous `optimizer.step()`.
         """
         seen, link = self.seen, self.offload.link
         self.pending, self.pending_bytes, self.seen = {}, 0, None
@@ -121,9 +121,9 @@ class StepInBackward:
             if parameter.grad is not None:
                 self._refuse_second(name)
         if getattr(optimizer, "found_inf", None) is not None:
-            self._refuse("A GradScaler scales gradients, which must be divided before a step")
+            self._refuse("A GradScaler unscales gradients only in optimizer.step(). Train without a GradScaler")
         if settings != _settings_of(optimizer):
-            self._refuse("Settings of the optimizer, such as lr, changed between backward and optimizer.step()")
+            self._refuse("Settings, such as lr, changed between backward and step(). Set them before backward")
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step the pending parameters on the second stream, and drop their gradients."""
@@ -146,15 +146,15 @@ class StepInBackward:
 
     def _refuse_second(self, name: str) -> None:
         self._refuse(
-            f"Parameter '{name}' got a second gradient before optimizer.step(), and its first one was applied. Run one "
+            f"Parameter '{name}' got a second gradient before optimizer.step(), after a step with the first. Run one "
             "backward for each optimizer.step(), or several inside of `with zcompile.accumulate(model):`, and no unit "
-            "twice in a forward"
+            "(see zcompile.shard) twice in a forward"
         )
 
     def _refuse(self, reason: str) -> None:
         raise RuntimeError(
-            f"zcompile.fuse_optimizer(step_in_backward=True) has stepped parameters on rank {dist.get_rank()} that it "
-            f"should not have: go on from a checkpoint. {reason}; or leave step_in_backward out."
+            f"zcompile.fuse_optimizer(step_in_backward=True) has updated parameters wrongly on rank {dist.get_rank()}: "
+            f"load a checkpoint. {reason}; or leave step_in_backward out."
         )
 
 
@@ -164,7 +164,7 @@ def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _restricted(optimizer: torch.optim.Optimizer, parameters: Collection[Any]) -> Iterator[None]:
-    """Context manager in which `optimizer` has `parameters` alone."""
+    """Context manager in which `optimizer.param_groups` has only `parameters`."""
     groups = optimizer.param_groups
     optimizer.param_groups = [
         {**group, "params": [each for each in group["params"] if each in parameters]} for group in groups

@@ -1,4 +1,4 @@
-"""Groups of tensors that a step copies from the host to the device and back; see [Note: streamed steps]."""
+"""Groups of parameters whose states a step copies to the device and back; see [Note: streamed steps] in offload.py."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from zcompile.training.host_link import HostLink, Queue
 
 GROUP_BYTES = 64 << 20  # of all states of a group: 1.3 ms at 50 GB/s, far longer than a copy takes to start
 SLOTS = 3  # for a group that is copied in, one that is stepped, and one that is copied out
-GRAIN = 4096  # elements; large tensors are cut at multiples of it
+GRAIN = 4096  # elements; large parameters are cut into pieces at multiples of it
 ALIGNMENT = 128  # elements; pieces begin at multiples of it in a buffer
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [begin, end) of parameter number `item`, which lie at element `offset` of the buffers of its group."""
+    """Elements [begin, end) of the shard of parameter `item`. In the group's buffers, they begin at `offset`."""
 
     item: int
     begin: int
     end: int
     offset: int
-    numel: int  # of the parameter
+    numel: int  # of the whole shard
 
     @property
     def is_last(self) -> bool:
@@ -33,19 +33,19 @@ class Piece:
         return self.end - self.begin == self.numel
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Cut the piece out of `tensor`. If it is all of it, no view: transports count the tensors over a gradient."""
+        """Return the piece's elements of `tensor`. No view if that is all: transports count tensors over a gradient."""
         return tensor if self.is_whole else tensor.reshape(-1)[self.begin : self.end]
 
     def in_buffer(self, buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """A view of the piece's elements in `buffer`, in the shape of `like`."""
+        """Return a view of the piece's elements in `buffer`, in the shape of `like`."""
         return buffer[self.offset : self.offset + self.end - self.begin].view(like.shape)
 
 
 def plan_groups(numels: Sequence[int], capacity: int) -> list[list[Piece]]:
-    """Divide parameters of `numels` elements into groups of at most `capacity` elements, with padding; at least one.
+    """Divide shards of `numels` elements into one or more groups of at most `capacity` elements, with padding.
 
-    Only a parameter of more than `capacity` elements, a multiple of `GRAIN`, is cut. A parameter without elements is in
-    a group, too, because each rank must call the transport for all parameters.
+    Only a shard of more than `capacity` elements is cut; `capacity` is a multiple of `GRAIN`. A shard without elements
+    also gets a piece, because each rank must call the transport for all parameters.
     """
     groups: list[list[Piece]] = [[]]
     used = 0
@@ -71,10 +71,10 @@ def _aligned(numel: int, alignment: int) -> int:
 
 
 class Slot:
-    """Device memory for one group at a time, and `free`, a mark that is passed when it may be written.
+    """Device buffers for one group at a time. `free`: an event after which the buffers may be overwritten.
 
-    The first mark is recorded after the allocation, because under `torch.use_deterministic_algorithms` torch fills new
-    memory on the compute queue.
+    The first event is recorded after the allocation, because under `torch.use_deterministic_algorithms` torch fills new
+    memory on the program's stream.
     """
 
     def __init__(self, rows: int, capacity: int, device: torch.device, link: HostLink):
@@ -83,10 +83,10 @@ class Slot:
 
 
 class Stream:
-    """Copies groups to the device, steps them there, and copies them back. `close` frees its device memory.
+    """A pipeline, no CUDA stream: copies states of parameters to the device in groups, steps them, copies them back.
 
     Args:
-        rows: the most tensors that a parameter has in a group, such as two moments and the main parameter.
+        rows: the most state tensors of a parameter: two moments, and the main parameter if it lies in host memory.
         numels: elements of each parameter's shard.
         device: the device that computes the step.
     """
@@ -96,7 +96,7 @@ class Stream:
         self.link = link
         self.capacity = _aligned(max(1, min(total, GROUP_BYTES // 4 // rows)), GRAIN)
         self.turn = 0  # number of groups so far
-        self.copied_out: Any = None  # a mark that is passed when all groups so far are in host memory
+        self.copied_out: Any = None  # an event after which all groups so far are in host memory
         count = min(SLOTS, -(-total // self.capacity))
         self.slots = [Slot(rows, self.capacity, device, link) for _ in range(max(1, count))]
 
@@ -106,7 +106,7 @@ class Stream:
         hosts: Sequence[Sequence[torch.Tensor]],
         step: Callable[[list[list[torch.Tensor]]], None],
     ) -> None:
-        """Copy `hosts`, the host tensors of each piece, to the device, call `step` with them, and copy them back."""
+        """Copy `hosts`, the host tensors of each piece, to the device; call `step` with the copies; copy these back."""
         link, slot = self.link, self.slots[self.turn % len(self.slots)]
         self.turn += 1
         rows = slot.buffer.unbind()
@@ -124,7 +124,7 @@ class Stream:
         slot.free = self.copied_out = link.mark(Queue.TO_HOST)
 
     def close(self) -> None:
-        """Free the device memory; it is reused when all queues are done with it."""
+        """Free the device buffers. Their memory is reused after all queues are done with it."""
         for slot in self.slots:
             self.link.release(slot.buffer)
         self.slots = []
