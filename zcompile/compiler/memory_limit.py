@@ -1,16 +1,16 @@
 """Chooses the activations that forward saves for backward, so that a step stays within the option `memory_limit`.
 
 [Note: a limit of memory]
-Most of a step's memory is activations that forward saves for backward. When a joint graph is split, we choose from a
-list of plans, each of which saves less than the one before, the first whose planned graphs stay within the limit. The
-plans recompute more and more segments in backward, from saved cuts (zcompile/graph/segments.py); after the last
-segment, they save fewer cuts. Activation memory budgets of torch come last, mainly for graphs without cuts: under a
-small budget, backward begins by recomputing most activations at once, which can take more memory than saving them.
+Most of a step's memory is activations that forward saves for backward. We list plans, each of which saves less than
+the one before, and take the first whose forward and backward stay within the limit. A *segment* is a layer, say, and a
+*cut* the few activations between two segments (zcompile/graph/segments.py). Each plan lets backward recompute one more
+segment from its cut, as activation checkpointing does; later plans save fewer cuts. torch's activation memory budgets
+come last, for graphs without cuts: small ones can increase memory, because backward recomputes most nodes at once.
 
-The peak of a plan is known only after the split, so splits are tried on copies of the graph. Gradients count as whole
-parameters divided by the number of ranks, so ranks with equal inputs choose the same plan. If inputs differ, all ranks
-take the plan that saves the least among their choices, and count as many segments as the rank with the fewest. So they
-gather in the same order, unless sizes change the places of cuts.
+The peak of a plan is known only after the joint graph is split into forward and backward, so splits are tried on
+copies. Gradients count as whole parameters divided by the number of ranks, so ranks with equal inputs choose the same
+plan. If inputs differ, all ranks take the plan that saves the least among their choices, and count as many segments as
+the rank with the fewest. So they gather in the same order, unless sizes change the places of cuts.
 """
 
 import copy
@@ -54,7 +54,7 @@ MARGIN = 1.03  # predicted peaks are within 3 % of measured ones (docs/lab/measu
 
 
 class OutOfLimit(RuntimeError):
-    """No plan stays within the memory limit."""
+    """No plan stays within the option `memory_limit`."""
 
 
 Split = Callable[[Plan, GraphModule], tuple[GraphModule, GraphModule]]
@@ -62,7 +62,7 @@ Agree = Callable[[str, int], int]
 
 
 def within_limit(plan: Plan, joint: GraphModule, split: Split, agree: Agree | None) -> Plan:
-    """Return `plan`, or one that saves less for backward, so that a step stays within its `memory_limit`.
+    """Return `plan`, or one that saves fewer bytes for backward, so that a step stays within its `memory_limit`.
 
     Tags nodes of `joint` for recomputation as the returned plan says.
 
@@ -108,7 +108,7 @@ def _candidates(plan: Plan, count: int) -> list[Plan]:
 
 
 def _tag(plan: Plan, graph: Graph) -> None:
-    """Tag `graph`, which passes tagged to save activations and some parameters, for `plan` instead."""
+    """Tag the nodes of `graph` that backward recomputes under `plan`. Drop the tags that passes have set."""
     (count, stride), budget = plan.recomputed, plan.activation_memory_budget
     if not count and budget == 1.0:
         return
@@ -123,8 +123,8 @@ def _missing(limit: MemoryLimit, least_bytes: int) -> str:
     rest = least_bytes - limit.state_bytes
     return (
         f"zcompile: no plan of this graph keeps to memory_limit, {_size(limit.nbytes)}. The least is "
-        f"{_size(least_bytes)}: {_size(limit.state_bytes)} of shards, "
-        f"moments and staging, and {_size(rest)} of activations, unsharded parameters and gradients at once. Raise "
+        f"{_size(least_bytes)}: {_size(limit.state_bytes)} of shards, Adam moments and "
+        f"staging buffers, and at the peak {_size(rest)} of activations, unsharded parameters and gradients. Raise "
         "the limit, or train on more ranks, with fewer tokens a rank, or with zcompile.fuse_optimizer(offload=...)."
     )
 
@@ -134,7 +134,7 @@ def _size(nbytes: int) -> str:
 
 
 def _peak_bytes(plan: Plan, joint: GraphModule, limit: MemoryLimit, split: Split) -> int:
-    """Return the predicted peak bytes of a step under `plan`, times MARGIN. Does not change `joint`."""
+    """Return the predicted peak bytes of a rank in a step under `plan`, times MARGIN. Does not change `joint`."""
     trial = GraphModule(joint, copy.deepcopy(joint.graph))
     _tag(plan, trial.graph)
     forward, backward = split(plan, trial)
@@ -159,7 +159,7 @@ def _live_bytes(plan: Plan, graph: Graph, limit: MemoryLimit) -> int:
 
 
 def _own_bytes(start: Node, link: Link) -> int:
-    """Return the bytes of one rank's result of a reduce, computed from the size of the whole gradient."""
+    """Return the bytes of one rank's shard of a reduced gradient, computed from the unsharded gradient's size."""
     if start.target in ROW_REDUCES:
         gradient = args_of(start)[3]
     else:

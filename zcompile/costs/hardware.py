@@ -1,7 +1,7 @@
-"""What a machine can do, as plans see it: tables of rates and of transfer times, the same on all ranks of a model.
+"""Hardware tables: rates of a machine's kernels and times of its transfers, the same on all ranks of a model.
 
-Those of the H200 and of CPUs were measured. That of the H100 rests in part on NVIDIA's data sheet (2023): its
-figures times the share that an H200 reaches of its own, 0.75 of dense matmuls. `zcompile calibrate` measures others.
+The tables of H200 and CPU were measured. Some rates of the H100 are those of NVIDIA's data sheet (2023), times the
+share of its data sheet that an H200 reaches: 0.75 for dense matmuls. `zcompile calibrate` measures other machines.
 """
 
 import re
@@ -16,11 +16,11 @@ Points = tuple[tuple[int, float], ...]  # measured: (bytes that a rank receives,
 
 @dataclass(frozen=True)
 class Wire:
-    """Measured transfers of one transport between `world` ranks of one domain (of NVLink, say)."""
+    """Measured times of a transport's transfers between `world` ranks of one NVLink domain (on CPUs, of one host)."""
 
     transport: str
     world: int
-    # Both: transfers of rising size, of one tensor each; on CPUs, where it takes time to pack them, of several.
+    # Gathers and reduces of rising size, of one tensor each; on CPUs, of several, because it takes time to pack them.
     gather: Points
     reduce: Points
     # Seconds that compute loses for each second of transfer beside it: transfers take memory bandwidth, power or SMs.
@@ -29,7 +29,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class Network:
-    """Between domains, for each rank: bandwidth in bytes a second, and the latency of one message in seconds."""
+    """The network between NVLink domains: each rank's bandwidth in bytes a second, a message's latency in seconds."""
 
     bytes_s: float
     latency_s: float
@@ -43,10 +43,10 @@ def network_of(gbit_s: float) -> Network:
 # AdamW in fp32 reads a parameter's weight, gradient and two moments, and writes all of them but the gradient.
 ADAM_BYTES = 28
 
-# What an attention kernel reaches of flash attention's rate: measured on an H100, but for "math", which is an estimate.
+# Rates of attention kernels, as shares of flash attention's rate: measured on an H100; "math" is an estimate.
 ATTENTION_SHARES = {"flash": 1.0, "cudnn": 1.8, "flex": 1.03, "efficient": 0.48, "math": 0.1}
 
-# dtype -> the one whose matmul rate stands in where a table has no figure, and the share of that rate.
+# dtype -> (the dtype whose matmul rate is used if a table has none for the first, the share of that rate).
 STAND_INS = {
     torch.float8_e5m2: (torch.float8_e4m3fn, 1.0),
     torch.float8_e4m3fn: (torch.bfloat16, 1.0),  # a card without them computes in bf16
@@ -62,39 +62,39 @@ STAND_INS = {
 
 @dataclass(frozen=True)
 class Hardware:
-    """One machine. Rates are what kernels reach, not what the maker promises."""
+    """One machine. Rates are those that kernels reach, not those of a data sheet."""
 
     name: str
     # (dtype, operations a second that large matmuls reach), for each dtype that was measured.
     matmul_flops_s: tuple[tuple[torch.dtype, float], ...]
     # Operations a second that flash attention reaches: forward and backward together, heads 128 wide, no mask.
-    # `formulas/attention.py` has what other calls reach of it.
+    # `formulas/attention.py` has the shares of this rate that other calls reach.
     attention_flops_s: float
     bytes_s: float  # bytes of memory a second that a pointwise kernel reads and writes
     kernel_s: float  # the least time of a kernel, in seconds
-    # Of a transport's wires, `over` takes the one with the most ranks that are not more than the world.
+    # `over` takes that wire of a transport with the most ranks that is not larger than the world size.
     wires: tuple[Wire, ...]
-    domain: int  # how many ranks share the fast links
-    network: Network  # what connects domains
+    domain: int  # the number of ranks that NVLink connects; on CPUs, those of one host
+    network: Network  # between domains
     memory_bytes: int  # of one device
     source: str  # what the figures rest on; `explain` prints it
-    # (kernel, operations a second) of other kernels, where they were measured. The others have a share of
-    # `attention_flops_s`; see ATTENTION_SHARES.
+    # (kernel, operations a second) of other attention kernels that were measured. Those without a figure have a share
+    # of `attention_flops_s`; see ATTENTION_SHARES.
     attention_by_kernel: tuple[tuple[str, float], ...] = ()
     grouped_share: float = 0.8  # what grouped matmuls reach of the rate of plain ones, padding counted
     # Whether a call of attention reaches another share of the rate than the measured ones, as on GPUs.
     attention_varies: bool = True
-    # torch runs attention by cuDNN before it tries other kernels, where heads are no wider than this and 2-byte; 0
-    # where it tries flash attention first.
+    # The widest head, in elements of 2 bytes, for which torch runs attention by cuDNN before it tries other kernels. 0:
+    # torch tries flash attention first.
     widest_cudnn_head: int = 0
     # The rate of fused AdamW, which reads and writes many tensors at once. None: `bytes_s`.
     adam_bytes_s: float | None = None
 
     def matmul_rate(self, dtype: torch.dtype) -> float:
-        """Operations a second that matmuls of `dtype` reach.
+        """Return the operations a second that matmuls of `dtype` reach.
 
-        A dtype without a figure counts as the next wider one of its kind that has one. Integers that no tensor core
-        multiplies read both factors of each multiply-add at the rate of memory.
+        If the table has no rate for the dtype, return that of its stand-in (STAND_INS). Integers without a stand-in run
+        on no tensor core. Their multiply-adds read two elements each, so memory bounds the rate.
         """
         rates = dict(self.matmul_flops_s)
         while dtype not in rates:
@@ -105,15 +105,15 @@ class Hardware:
         return rates[dtype]
 
     def adam_rate(self) -> float:
-        """Bytes a second that fused AdamW reads and writes."""
+        """Return the bytes a second that fused AdamW reads and writes."""
         return self.adam_bytes_s or self.bytes_s
 
     def attention_rate(self, kernel: str) -> float:
-        """Operations a second that an attention kernel reaches, one of ATTENTION_SHARES."""
+        """Return the operations a second that `kernel`, one of ATTENTION_SHARES, reaches."""
         return dict(self.attention_by_kernel).get(kernel, self.attention_flops_s * ATTENTION_SHARES[kernel])
 
     def over(self, transport: str, world: int) -> "Link":
-        """The link of `world` ranks over `transport`. Where the table lacks it, its first transport stands in."""
+        """Return the link of `world` ranks with `transport`. If the table lacks that, its first transport stands in."""
         known = [wire for wire in self.wires if wire.transport == transport]
         wires = known or [wire for wire in self.wires if wire.transport == self.wires[0].transport]
         fitting = [wire for wire in wires if wire.world <= min(world, self.domain)]
@@ -121,11 +121,11 @@ class Hardware:
 
 
 class NarrowGathers(NamedTuple):
-    """How parameters travel that are gathered in a narrower form than they are read in."""
+    """Gathers of parameters in a lower precision (int8, say) than forward reads."""
 
-    dtypes: str  # on the wire, in words
-    share: float  # of the bytes of the unsharded parameter
-    dequantizes: bool  # whether a kernel makes the unsharded parameter of them
+    dtypes: str  # of the gathered bytes, in words
+    share: float  # gathered bytes divided by the bytes of the unsharded parameter
+    dequantizes: bool  # whether a kernel converts the gathered bytes to the unsharded parameter
 
 
 @dataclass(frozen=True)
@@ -138,17 +138,17 @@ class Hosts:
     itemsize: int  # bytes of an element as it is gathered, and as its gradient is reduced
 
     def gathered_bytes(self, elements: int) -> int:
-        """Bytes that a rank receives from other hosts once a step, for its host shard of so many elements."""
+        """Return the bytes that a rank receives from other hosts once a step to gather its host shard of `elements`."""
         return self.itemsize * elements * (self.count - 1) // self.count if self.shards_states else 0
 
     def summed_bytes(self, elements: int) -> int:
-        """Bytes that a rank receives to sum gradients of its host shard. HSDP also gathers these sums over hosts."""
+        """Return the bytes that a rank receives to sum its host shard's gradient. HSDP also all-gathers these sums."""
         return (4 if self.shards_states else 8) * elements * (self.count - 1) // self.count
 
 
 @dataclass(frozen=True)
 class Link:
-    """A machine, and the wire that transfers between its ranks use."""
+    """A machine, and the measured transport (`wire`) between the ranks of a model."""
 
     hardware: Hardware
     wire: Wire
@@ -163,39 +163,39 @@ class Link:
 
     @property
     def sums_in_reduces(self) -> bool:
-        """Whether sums over hosts run beside backward. Over c10d, compute waits for them; see `C10dReduce::wait`."""
+        """Whether sums of gradients over hosts overlap with backward. With c10d, they do not: see `C10dReduce`."""
         return self.hosts is not None and not self.hosts.sums_once and self.wire.transport == "p2p"
 
     def sum_over_hosts_s(self, nbytes: int) -> float:
-        """Seconds to sum an unsharded gradient of `nbytes` over hosts, after the sum over the ranks of a host."""
+        """Return the seconds to sum a gradient over hosts after its sum inside of a host. `nbytes`: of it unsharded."""
         assert self.hosts is not None
         return self.network_s(self.hosts.summed_bytes(nbytes // (self.hosts.itemsize * self.world)), self.hosts.count)
 
     def network_s(self, received_bytes: int, domains: int) -> float:
-        """Seconds in which a rank receives so many bytes from other domains."""
+        """Return the seconds in which a rank receives `received_bytes` from the others of `domains` NVLink domains."""
         network = self.hardware.network
         return received_bytes / network.bytes_s + network.latency_s * (domains - 1).bit_length()
 
     def gathered_bytes(self, nbytes: int) -> int:
-        """Bytes on the wire of an unsharded tensor of `nbytes`."""
+        """Return the bytes that a gather of an unsharded tensor of `nbytes` transfers."""
         return nbytes if self.narrow is None else round(nbytes * self.narrow.share)
 
     def gather_s(self, nbytes: int) -> float:
-        """Seconds to gather an unsharded tensor of `nbytes`."""
+        """Return the seconds to gather an unsharded tensor of `nbytes`."""
         return self._seconds(self.wire.gather, self.gathered_bytes(nbytes))
 
     def dequantize_s(self, nbytes: int) -> float:
-        """Seconds of the kernel that makes an unsharded tensor of `nbytes` of its narrow form."""
+        """Return the seconds of the kernel that converts gathered bytes to an unsharded tensor of `nbytes`."""
         if self.narrow is None or not self.narrow.dequantizes:
             return 0.0
         return self.hardware.kernel_s + (nbytes + self.gathered_bytes(nbytes)) / self.hardware.bytes_s
 
     def reduce_s(self, nbytes: int) -> float:
-        """Seconds to reduce unsharded gradients of `nbytes` to shards."""
+        """Return the seconds to reduce-scatter unsharded gradients of `nbytes`."""
         return self._seconds(self.wire.reduce, nbytes)
 
     def outside_bytes(self, nbytes: int) -> int:
-        """Bytes of an unsharded tensor of `nbytes` that a rank fetches from other domains; others share theirs."""
+        """Return the bytes of a tensor of `nbytes` that each rank fetches from other domains, to share in its own."""
         inside, domains = min(self.world, self.hardware.domain), -(-self.world // self.hardware.domain)
         return nbytes * (domains - 1) // (inside * domains)
 
@@ -212,7 +212,7 @@ class Link:
 
 
 def _interpolate(points: Points, nbytes: int) -> float:
-    """Seconds at `nbytes`: linear between the points; before the first its time, after the last the last slope."""
+    """Return the seconds of `nbytes`: linear between points; before them the first time, after them the last slope."""
     if nbytes <= points[0][0]:
         return points[0][1]
     i = min(bisect(points, (nbytes,)), len(points) - 1)
@@ -300,7 +300,7 @@ TABLES = {"h200": H200, "h100": H100, "cpu": CPU}
 
 
 def table_of_name(name: str) -> tuple[Hardware, bool]:
-    """The shipped table for a GPU that torch calls `name`, and whether it is of that GPU or stands in for one."""
+    """Return the table for a GPU that torch calls `name`, and whether it is that GPU's own, not a stand-in."""
     for pattern, table in ((r"\bH200\b", H200), (r"\bH100\b.*\bHBM3\b", H100)):
         if re.search(pattern, name):
             return table, True
@@ -309,7 +309,7 @@ def table_of_name(name: str) -> tuple[Hardware, bool]:
 
 
 def stand_in_notice(device: torch.device) -> str:
-    """What a user should know of the table of `device`: a line, or nothing if the table is of that device."""
+    """Return a line that tells the user that another GPU's table stands in for that of `device`; else ''."""
     if device.type != "cuda":
         return ""
     name = torch.cuda.get_device_name(device)
@@ -317,6 +317,6 @@ def stand_in_notice(device: torch.device) -> str:
     if is_of_it:
         return ""
     return (
-        f"plans for {name} rest on a table of the {table.name}: `zcompile calibrate`, once and on all GPUs of the "
-        "machine, measures one of its own"
+        f"plans for {name} rest on a table of the {table.name}: to measure its own, run `zcompile calibrate` once, on "
+        "all GPUs of the machine"
     )

@@ -1,4 +1,4 @@
-"""The memory that a sharded model takes beside activations and unsharded parameters."""
+"""The memory that a sharded model takes besides activations and unsharded parameters."""
 
 from itertools import accumulate
 
@@ -10,16 +10,16 @@ from zcompile.graph import ops
 PARAMETER_BYTES = 4  # of an element of a shard
 MOMENTS_BYTES = 8  # Adam's two, of an element
 GRADIENT_BYTES = 4
-STAGING_BYTES = 288 << 20  # most of reduces, peer to peer: 3 regions of 96 MiB (csrc/p2p/reducer.cpp)
+STAGING_BYTES = 288 << 20  # the most for reduces with the p2p transport: 3 regions of 96 MiB (csrc/p2p/reducer.cpp)
 
 
 def state_bytes(parameters: int, link: Link) -> int:
-    """Bytes that live as long as the model, on one rank.
+    """Return the bytes on one rank that live as long as the model.
 
-    They are float32 main parameters, both moments, a host shard under `states="global"`, and the transport's memory.
+    These are float32 main parameters, Adam's moments, transport buffers and, with `states="global"`, a host shard.
 
     Args:
-        parameters: elements of all parameters.
+        parameters: the number of elements of all parameters, unsharded.
     """
     shard = -(-parameters // link.world)
     host_shard_bytes = shard * link.hosts.itemsize if link.hosts is not None and link.hosts.shards_states else 0
@@ -28,14 +28,14 @@ def state_bytes(parameters: int, link: Link) -> int:
 
 
 def transport_bytes(elements: int, link: Link, largest: int = STAGING_BYTES) -> int:
-    """Peer to peer, shards in compute dtype, and staging of reduces; `largest` is the largest shard's elements."""
+    """Return p2p's bytes: 2-byte copies of shards, staging of reduces. `largest`: elements of the largest shard."""
     if link.wire.transport != "p2p":
         return 0
     return 2 * elements + min(STAGING_BYTES, 3 * (link.world - 1) * PARAMETER_BYTES * largest)
 
 
 def in_flight_bytes(graph: Graph, link: Link) -> list[int]:
-    """Return the bytes of transfers' buffers at each node; none peer to peer. Gloo packs tensors, reduces receive."""
+    """Return the bytes of transfers' buffers at each node (0 with p2p): received gradients, tensors packed for gloo."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     change = [0] * (len(position) + 1)
     starts = ops.calls(graph, ops.GATHER_GROUP_START, ops.REDUCE_START, ops.REDUCE_GROUP_START)
@@ -50,8 +50,8 @@ def in_flight_bytes(graph: Graph, link: Link) -> list[int]:
 
 
 def gradient_fraction(link: Link) -> float:
-    """How much of a gradient has memory of its own.
+    """Return the share of a gradient's bytes for which new memory is allocated.
 
-    Peer to peer, half of it takes the place of cached shards that backward has done with (csrc/p2p/shard_cache.h).
+    With p2p, half of a gradient lies in copies of shards that backward has read already (csrc/p2p/shard_cache.h).
     """
     return 0.5 if link.wire.transport == "p2p" else 1.0

@@ -1,10 +1,10 @@
 """How long a graph's nodes and transfers take: compute by the roofline model, transfers by the tables of `hardware.py`.
 
 Sources: S. Williams, A. Waterman, D. Patterson, Roofline: An insightful visual performance model for multicore
-architectures, 2009; what single ops do, and where that is known from, is in `costs/`.
+architectures, 2009. `formulas/` has the operations and bytes of single ops, with sources.
 
-Everything here is a function of the graph, the table and the formulas that users registered. So ranks that compile one
-graph make one plan.
+Times depend only on the graph, the hardware table and the formulas that users registered. So ranks that compile the
+same graph make the same plan.
 """
 
 from collections.abc import Collection
@@ -79,7 +79,7 @@ class Costs:
         return seconds
 
     def _newly_read_bytes(self, node: Node) -> int:
-        """Bytes that `node` reads and that kernels of its segment have neither read nor written before."""
+        """Return the bytes that `node` reads and that no earlier node that fuses in its segment has read or written."""
         segment = self.liveness.segment[node]
         if segment != self._segment:
             self._segment, self._read = segment, set()
@@ -110,7 +110,7 @@ def _dtype(node: Node) -> torch.dtype:
 
 @dataclass
 class Transfer:
-    """One gather, reduce or collective of the user's in a simulated step; several parameters may travel together."""
+    """A gather, a reduce or the model's own collective in a simulated step; one may transfer several parameters."""
 
     start: Node
     nbytes: int  # bytes on the wire, from `wire_bytes`
@@ -136,8 +136,8 @@ class Timeline:
 def simulate(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -> Timeline:
     """Run `graph` without a device: nodes compute in order, and one wire serves transfers in the order of their starts.
 
-    Starts in `cached` find their parameter unsharded, and transfer nothing. Sums over hosts follow reduces on a wire of
-    their own.
+    Gathers in `cached` find their parameter unsharded, and transfer nothing. Sums over hosts follow reduces, on a
+    network of their own.
     """
     link = costs.link
     now_s = wire_free_s = wire_s = network_free_s = compute_s = exposed_s = 0.0
@@ -173,7 +173,7 @@ def simulate(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -> Timel
 
 
 def _started_by(wait: Node, transfers: Collection[Node]) -> Node | None:
-    """The start among `transfers` that `wait` waits for; None if another graph started it, or if it was cached."""
+    """Return the node in `transfers` whose transfer `wait` ends; None if another graph started it, or it is cached."""
     node = args_of(wait)[0]
     while isinstance(node, Node) and node.op == "call_function":
         if node in transfers:
@@ -183,12 +183,12 @@ def _started_by(wait: Node, transfers: Collection[Node]) -> Node | None:
 
 
 def transfer_s(start: Node, link: Link) -> float:
-    """Seconds that the transfer of a gather, a reduce, or a start of either takes alone on the wire."""
+    """Return the seconds that the gather or reduce of node `start` takes if nothing else is transferred."""
     return (link.gather_s if start.target in GATHERS else link.reduce_s)(wire_bytes(start, link))
 
 
 def wire_bytes(start: Node, link: Link) -> int:
-    """`transfer_bytes`, but a reduce of rows over "p2p" counts the bytes of its rows: there, rows travel as rows."""
+    """Return `transfer_bytes`; for a reduce of embedding rows with p2p, the bytes of the rows, all that it sends."""
     if start.target in ROW_REDUCES and link.wire.transport == "p2p":
         return sum(result_bytes(args_of(start)[0]))
     return transfer_bytes(start)

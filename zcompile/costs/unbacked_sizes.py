@@ -1,10 +1,10 @@
-"""Sizes that no input decides, such as how many tokens an expert gets: what plans take them for.
+"""Hints for sizes that the trace does not know, such as the number of tokens that an expert gets.
 
 [Note: hints of unbacked sizes]
-An op whose result's size depends on values has a size that the trace does not know, an unbacked symbol of SymPy. Plans
-need a number. It is the expected one where the graph tells it: tokens are taken to be spread evenly over experts and
-ranks. Else it is the most that the op can return. What is found is kept by shape environment, which forward and
-backward of a model share. It follows from the graph alone, so all ranks find the same.
+If the size of an op's result depends on values, it is an unbacked symbol of SymPy. Plans need a number for it, a hint.
+If the graph tells the number of experts or ranks, the hint assumes that tokens are spread evenly over them. If not, the
+hint is the most that the op can return. Hints are stored for torch's `ShapeEnv`, which forward and backward of a model
+share. They follow from the graph alone, so all ranks find the same hints.
 """
 
 import math
@@ -25,7 +25,7 @@ _hints: "weakref.WeakKeyDictionary[Any, dict[sympy.Symbol, int]]" = weakref.Weak
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """A size. Of a dynamic one, what it was when the graph was traced; of an unbacked one, see the note above."""
+    """Return a number for `size`: for a dynamic size its value in the trace, for an unbacked size its hint."""
     if isinstance(size, int):
         return size
     if size.node.has_hint():
@@ -45,20 +45,20 @@ def _hint_of(size: torch.SymInt) -> int:
 
 
 def _most(environment: Any, symbol: sympy.Symbol) -> int | None:
-    """The upper bound of an unbacked size, if one is known."""
+    """Return the upper bound of an unbacked size; None if none below MOST is known."""
     bounds = environment.var_to_range.get(symbol)
     upper = None if bounds is None else bounds.upper
     return int(upper) if isinstance(upper, (int, sympy.Integer)) and upper < MOST else None
 
 
 def _backed(environment: Any) -> Any:
-    """The sizes that the trace knows, by symbol. Their attribute has another name in some versions of torch."""
+    """Return {symbol: size} of sizes that the trace knows. The attribute's name depends on the version of torch."""
     known = getattr(environment, "backed_var_to_val", None)
     return environment.var_to_val if known is None else known
 
 
 def _unbacked_in(size: Any) -> list[sympy.Symbol]:
-    """The unbacked symbols of a size, in a fixed order."""
+    """Return the unbacked symbols of a size, in a fixed order."""
     if not isinstance(size, torch.SymInt) or size.node.has_hint():
         return []
     backed = _backed(size.node.shape_env)
@@ -66,9 +66,9 @@ def _unbacked_in(size: Any) -> list[sympy.Symbol]:
 
 
 def note_unbacked_sizes(graph: Graph) -> None:
-    """Find hints for the unbacked sizes of `graph`; see the note above. What is known already stays."""
+    """Store hints for unbacked sizes of `graph` that have none yet; see [Note: hints of unbacked sizes]."""
     nodes = [node for node in graph.nodes if node.op == "call_function"]
-    for node in nodes:  # these say most: how many parts share a known number
+    for node in nodes:  # first: splits tell the number of parts of a known total
         _note_parts(node)
     for node in nodes:
         if node.target is aten.nonzero.default:
@@ -82,7 +82,7 @@ def note_unbacked_sizes(graph: Graph) -> None:
 
 
 def _note_parts(node: Node) -> None:
-    """If `node` splits a tensor by a list of unbacked sizes, note an equal part of the tensor for each of them."""
+    """If `node` splits a tensor by a list of unbacked sizes, store an equal part of the tensor as each size's hint."""
     name, args = str(node.target), cast(tuple[Any, ...], node.args)
     if name.startswith("_c10d_functional.all_to_all_single"):
         (source, outputs, inputs), dim = args[:3], 0
@@ -98,7 +98,7 @@ def _note_parts(node: Node) -> None:
 
 
 def _note(sizes: Sequence[Any], count: int) -> None:
-    """Take each unbacked symbol among `sizes` for `count`, within its bounds, unless it is known already."""
+    """Store `count`, cut to the symbol's bounds, as the hint of each unbacked symbol in `sizes` that has none."""
     for size in sizes:
         for symbol in _unbacked_in(size):
             environment = size.node.shape_env
@@ -108,7 +108,7 @@ def _note(sizes: Sequence[Any], count: int) -> None:
 
 
 def _sizes_of(node: Node) -> list[Any]:
-    """All sizes in the result of `node`, a dynamic number among them."""
+    """Return all sizes of tensors in the result of `node`, and its dynamic numbers (SymInts)."""
     sizes: list[Any] = []
     for leaf in tree_leaves(node.meta.get("val")):
         if isinstance(leaf, torch.Tensor):
@@ -124,9 +124,9 @@ def _numel(node: Node) -> int:
 
 
 def _experts_of(mask: Node) -> int:
-    """Into how many equal parts the values that `mask` compares with one of them fall.
+    """Return the number of experts if `mask` selects the tokens of one of them, else 1.
 
-    `topk(scores)[1] == expert`: as many as `scores` has columns. An item of one-hot rows: as many as these have items.
+    For `topk(scores)[1] == expert`, it is the number of columns of `scores`; for a slice of one-hot rows, their length.
     """
     node: Node | None = mask
     while node is not None:
