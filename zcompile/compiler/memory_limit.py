@@ -5,7 +5,7 @@ Most of a step's memory is activations that forward saves for backward. We list 
 the one before, and take the first whose forward and backward stay within the limit. A *segment* is a layer, say, and a
 *cut* the few activations between two segments (zcompile/graph/segments.py). Each plan lets backward recompute one more
 segment from its cut, as activation checkpointing does; later plans save fewer cuts. torch's activation memory budgets
-come last, for graphs without cuts: small ones can increase memory, because backward recomputes most nodes at once.
+come last, mainly for graphs without cuts: small ones can raise memory, as backward recomputes most nodes at once.
 
 The peak of a plan is known only after the joint graph is split into forward and backward, so splits are tried on
 copies. Gradients count as whole parameters divided by the number of ranks, so ranks with equal inputs choose the same

@@ -40,13 +40,13 @@ class Deferral:
         """After the block, do the deferred reduces. A collective call."""
 
     def drop(self) -> None:
-        """After an exception in the block, restore the gradients from before it. Other ranks may not call this."""
+        """After an exception in the block, restore earlier gradients. No collective: other ranks may not raise."""
 
 
 class DeferredReplicas(Deferral):
     """Microbatches reduce-scatter inside of a replica. The block's end sums over replicas, in replica order.
 
-    Gradients from before the block were summed over replicas then, so `earlier` keeps them apart until its end.
+    Gradients from before the block are summed over replicas already, so `earlier` keeps them apart until its end.
     """
 
     def __init__(self, states: Sequence[ShardedModel]):

@@ -242,10 +242,10 @@ class StepMode(TorchDispatchMode):
         done: Sequence[int],
         tensors: Tensors,
     ) -> None:
-        """Update this rank's shards by the transport's kernel if it supports the step, else by torch's; see `Step`.
+        """Update this rank's shards by the transport's kernel if it supports the step, else by torch's kernel.
 
-        `tensors` are local tensors: an op on DTensors would make a `DTensorSpec` for each, which takes more host time
-        than the rest of the step.
+        `items`, `done`, `tensors`: see `Step` in offload.py. They are local tensors: an op on DTensors would make a
+        `DTensorSpec` for each, which takes more host time than the rest of the step.
         """
         state, settings = self.state, {name: kwargs[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
         assert state is not None
@@ -264,9 +264,9 @@ class StepMode(TorchDispatchMode):
         func(*tensors, **kwargs)
 
     def _step_others(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Run torch's kernel. DTensor redistributes gradients and moments sharded unlike the parameter, or raises.
+        """Run torch's kernel on `args`. DTensor redistributes states sharded unlike the parameter, or raises.
 
-        Moments in host memory are streamed, such as those of parameters on the model's other meshes.
+        Moments in host memory are streamed (offload.py), such as those of parameters on the model's other meshes.
         """
         offload, scales = self.offload, [kwargs.get(name) for name in ("grad_scale", "found_inf")]
         if offload is None:

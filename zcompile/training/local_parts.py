@@ -35,7 +35,7 @@ def is_sharded_as(tensor: Any, parameter: DTensor) -> bool:
 
 
 def fits(parameter: Any) -> bool:
-    """Whether moments of `parameter` can be streamed: its shard is a plain, contiguous float32 tensor."""
+    """Whether a step can stream moments of `parameter` from the host: its shard is plain, contiguous and float32."""
     local = local_of(parameter)
     is_plain = isinstance(parameter, DTensor) and type(local) is torch.Tensor
     return is_plain and local.dtype == torch.float32 and local.is_contiguous()

@@ -115,7 +115,7 @@ def move_to_host(dtypes: Mapping[Any, torch.dtype], memory: Iterable[torch.Tenso
 
 
 def finish_step(parameters: Iterable[torch.Tensor]) -> None:
-    """Mark narrow shards of `parameters` as up to date, after a streamed step that wrote them and `parameters`."""
+    """Mark narrow shards of `parameters` as up to date, after a streamed step (offload.py) that wrote them."""
     for parameter in parameters:
         sharded = sharded_by(parameter)
         if sharded is not None and sharded.on_host is not None and sharded.leaf_reference() is not None:

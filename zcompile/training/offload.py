@@ -370,7 +370,7 @@ class Offload:
 
 
 def _check_dtypes(kind: str, names: dict[int, str], optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if a trained parameter is not float32, because only float32 states can be streamed."""
+    """Raise ValueError if a trained parameter is not float32, because a step streams only float32 states."""
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if id(parameter) in names and parameter.requires_grad and parameter.dtype != torch.float32:
             raise ValueError(

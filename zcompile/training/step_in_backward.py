@@ -1,7 +1,7 @@
 """Steps of an offloading optimizer during backward, which hides the copies of its states.
 
 [Note: steps in backward]
-A step that copies states between host and device takes longer than a forward, and backward leaves that link idle.
+A step that copies states over the host's link takes longer than a forward, and backward leaves that link idle.
 So with `fuse_optimizer(step_in_backward=True)`, backward updates a parameter after its gradient was delivered to
 `.grad`. No rank reads the parameter again in this backward: autograd adds up all gradients of a leaf before it delivers
 their sum, and a reduced gradient needs the sums of all ranks.

@@ -74,7 +74,7 @@ class Slot:
     """Device buffers for one group at a time. `free`: an event after which the buffers may be overwritten.
 
     The first event is recorded after the allocation, because under `torch.use_deterministic_algorithms` torch fills new
-    memory on the program's stream.
+    memory on the current stream.
     """
 
     def __init__(self, rows: int, capacity: int, device: torch.device, link: HostLink):
