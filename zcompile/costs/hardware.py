@@ -212,7 +212,7 @@ class Link:
 
 
 def _interpolate(points: Points, nbytes: int) -> float:
-    """Return the seconds of `nbytes`: linear between points; before them the first time, after them the last slope."""
+    """Return the seconds of a transfer of `nbytes`: linear between `points`, constant before, the last slope after."""
     if nbytes <= points[0][0]:
         return points[0][1]
     i = min(bisect(points, (nbytes,)), len(points) - 1)

@@ -182,7 +182,7 @@ def _sum_over_replicas(state: ShardedModel) -> None:
 
 
 def _summed(flat: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, int]:
-    """Return the sum of `flat` over replicas, and the bytes received. Each of more than two replicas sums one part."""
+    """Return the sum of `flat` over replicas, and the bytes this rank got. Of 3 or more replicas, each sums a part."""
     count = group.size()
     if count <= 2:
         return _sum(_over_replicas(flat, group)), (count - 1) * flat.nbytes

@@ -173,7 +173,7 @@ def _fused_step(unbound: Callable[..., Any], mode: "StepMode", early: StepInBack
 class StepMode(TorchDispatchMode):
     """A dispatch mode that replaces torch's fused Adam kernel by the transport's, for parameters of the model.
 
-    If the transport has no such kernel, torch's kernel updates their local shards. For others, torch's always runs.
+    If the transport has no such kernel, torch's updates local shards. Other models' parameters always use torch's.
     """
 
     def __init__(self, state: ShardedModel, offload: Offload | None = None):
