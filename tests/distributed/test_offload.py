@@ -100,9 +100,7 @@ def test_each_wait_is_needed(rank, world, offload, wait, eager):
         link = late.LateLink(offload, eager, ignored)
         with late.small_groups(link):
             found = late.linear_steps(rank, link)
-        local = lambda value: getattr(value, "_local_tensor", value)
-        is_same = all(torch.equal(local(found[name]), local(value)) for name, value in expected.items())
-        assert is_same == (not ignored)
+        assert all(torch.equal(found[name], value) for name, value in expected.items()) == (not ignored)
 
 
 def random_steps(rank, link, seed):
@@ -205,7 +203,7 @@ def test_reads_wait_for_copies_to_the_host(rank, world):
             states = read(optimizer)
         for i, state in enumerate(states):
             for moment in ("exp_avg", "exp_avg_sq"):
-                assert torch.equal(state[moment].to_local(), expected[f"{i}.{moment}"].to_local()), name
+                assert torch.equal(state[moment].to_local(), expected[f"{i}.{moment}"]), name
     assert type(copy.deepcopy(optimizer.state)) is defaultdict
 
 
@@ -349,9 +347,12 @@ def test_what_cannot_be_offloaded_is_refused(rank, world):
     narrow = zcompile.shard(nn.Linear(4, 4).bfloat16())
     with pytest.raises(ValueError, match=r"takes float32 parameters, but .weight. is torch\.bfloat16"):
         zcompile.fuse_optimizer(narrow, torch.optim.AdamW(narrow.parameters(), fused=True), offload="moments")
-    for first, second in ((None, "moments"), ("moments", None), ("moments", "states"), ("states", "moments")):
+    with pytest.raises(ValueError, match="set both, or none"):
+        zcompile.fuse_optimizer(*late.unfused(), step_in_backward=True)
+    settings = ((None, False), ("moments", False), ("states", False), ("moments", True))
+    for first, second in itertools.permutations(settings, 2):
         model, optimizer = late.unfused()
-        zcompile.fuse_optimizer(model, optimizer, offload=first)
+        zcompile.fuse_optimizer(model, optimizer, offload=first[0], step_in_backward=first[1])
         with pytest.raises(ValueError, match="with another offload or step_in_backward: remove one"):
-            zcompile.fuse_optimizer(model, optimizer, offload=second)
-        assert zcompile.fuse_optimizer(model, optimizer, offload=first) is optimizer
+            zcompile.fuse_optimizer(model, optimizer, offload=second[0], step_in_backward=second[1])
+        assert zcompile.fuse_optimizer(model, optimizer, offload=first[0], step_in_backward=first[1]) is optimizer

@@ -7,23 +7,14 @@ import torch
 from torch import nn
 
 import zcompile
-from tests.support.late_link import SECOND, LateLink, linear_loss, results_of, small_groups, step
+from tests.support.late_link import SECOND, LateLink, fused, linear_loss, results_of, small_groups, step, train
 from tests.support.models import Chain, Transformer
 from tests.support.ranks import on_ranks
 from tests.support.reference import lm_loss, same_values
 from zcompile.training.host_link import Queue
 
 STEPS = 6
-
-
-def fused(model, optimizer, link, **options):
-    if link is None:
-        return zcompile.fuse_optimizer(model, optimizer)
-    return zcompile.fuse_optimizer(model, optimizer, offload=link.offload, step_in_backward=True, **options)
-
-
-def grads_left(model):
-    return sum(parameter.grad is not None for parameter in model.parameters())
+grads_left = lambda model: sum(parameter.grad is not None for parameter in model.parameters())
 
 
 def curve(rank, link, kind):
@@ -35,7 +26,8 @@ def curve(rank, link, kind):
     if kind == "compiled":
         for block in model.blocks:
             block.compile(backend="zcompile", options={"inner": "aot_eager"})
-    optimizer = fused(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), link)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    fused(model, optimizer, link, step_in_backward=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     calls, losses = [], []
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
@@ -83,10 +75,8 @@ def make(link):
     """Four layers, whose first steps are done."""
     torch.manual_seed(0)
     model = zcompile.shard(Chain(*(nn.Linear(37, 37) for _ in range(4))), param_dtype=torch.bfloat16)
-    optimizer = fused(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), link)
-    for i in range(2):
-        linear_loss(model, i, 0).backward()
-        step(optimizer, link)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    train(model, fused(model, optimizer, link, step_in_backward=True), link, 0, range(2))
     return model, optimizer
 
 
@@ -94,11 +84,8 @@ def make(link):
 def test_the_program_waits_for_steps_in_backward(rank, world, offload):
     """If the last wait is left out, the next forward reads parameters that were not stepped."""
     losses = []
-    for link in (
-        None,
-        LateLink(offload),
-        LateLink(offload, ignored=[(Queue.COMPUTE, SECOND), (Queue.COMPUTE, Queue.TO_HOST)]),
-    ):
+    ignored = [(Queue.COMPUTE, SECOND), (Queue.COMPUTE, Queue.TO_HOST)]
+    for link in (None, LateLink(offload), LateLink(offload, ignored=ignored)):
         with small_groups(link):
             model, _ = make(link)
         losses.append(linear_loss(model, 2, rank).item())
@@ -126,9 +113,6 @@ def clip(model, optimizer, clip_grad_norm_=torch.nn.utils.clip_grad_norm_):
     optimizer.step()
 
 
-clip_by_zcompile = functools.partial(clip, clip_grad_norm_=zcompile.clip_grad_norm_)
-
-
 @pytest.mark.parametrize(
     "change, text",
     [
@@ -136,7 +120,7 @@ clip_by_zcompile = functools.partial(clip, clip_grad_norm_=zcompile.clip_grad_no
         (new_rate, "such as lr, changed between backward and"),
         (scaler, "GradScaler"),
         (clip, "changed between backward and the last"),
-        (clip_by_zcompile, "changed between backward and the last"),
+        (functools.partial(clip, clip_grad_norm_=zcompile.clip_grad_norm_), "changed between backward and the last"),
     ],
     ids=["second backward", "new rate", "scaler", "torch's clipping", "our clipping"],
 )
@@ -148,14 +132,3 @@ def test_a_change_that_comes_too_late_raises(rank, world, change, text):
         assert 0 < grads_left(model) < 8
         with pytest.raises(RuntimeError, match=f"rank {rank}.*{text}"):
             change(model, optimizer)
-
-
-def test_calls_are_checked(rank, world):
-    model = zcompile.shard(nn.Linear(4, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    with pytest.raises(ValueError, match="set both, or none"):
-        zcompile.fuse_optimizer(model, optimizer, step_in_backward=True)
-    zcompile.fuse_optimizer(model, optimizer, offload="moments", step_in_backward=True)
-    assert zcompile.fuse_optimizer(model, optimizer, offload="moments", step_in_backward=True) is optimizer
-    with pytest.raises(ValueError, match="another offload or step_in_backward"):
-        zcompile.fuse_optimizer(model, optimizer, offload="moments")

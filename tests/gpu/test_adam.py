@@ -12,6 +12,7 @@ from torch import nn
 
 import zcompile
 from tests.support.gpu import Wide, compiled_over
+from tests.support.late_link import results_of
 from tests.support.main_parameters import EDITS, READS, halve
 from tests.support.models import Chain
 from tests.support.ranks import on_gpus
@@ -104,14 +105,6 @@ def is_on_host(parameter):
     on_host, local = getattr(parameter, SHARDED)().on_host, parameter.to_local()
     assert local.is_cuda and parameter.dtype == torch.float32
     return on_host is not None and on_host.main.is_pinned() and on_host.main.data_ptr() == local.data_ptr()
-
-
-def results_of(model, optimizer):
-    """Parameters and states, those of the host on the GPU."""
-    states = optimizer.state_dict()["state"]
-    values = {f"{i}.{name}": states[i][name] for i in sorted(states) for name in ("step", *MOMENTS)}
-    local = {name: getattr(value, "_local_tensor", value).cuda() for name, value in values.items()}
-    return {name: parameter.to_local().detach().clone() for name, parameter in model.named_parameters()} | local
 
 
 def trained(rank, transport, offload, make_optimizer, group_bytes, how):

@@ -118,9 +118,9 @@ def small_groups(link=None, elements=512):
         yield
 
 
-def fused(model, optimizer, link):
+def fused(model, optimizer, link, **how):
     """`optimizer`, with states on `link`, or not offloaded."""
-    return zcompile.fuse_optimizer(model, optimizer, offload=None if link is None else link.offload)
+    return zcompile.fuse_optimizer(model, optimizer, **({} if link is None else {"offload": link.offload, **how}))
 
 
 def step(optimizer, link):
@@ -132,10 +132,11 @@ def step(optimizer, link):
 
 
 def results_of(model, optimizer):
-    """Copies of parameters, before anything reads the states, and of the states."""
-    values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    states = sorted(optimizer.state_dict()["state"].items())
-    return values | {f"{key}.{name}": value.clone() for key, state in states for name, value in state.items()}
+    """Copies of this rank's parameters, before anything reads the states, and of the states, on one device."""
+    values = {name: parameter.to_local().detach().clone() for name, parameter in model.named_parameters()}
+    device, states = next(iter(values.values())).device, sorted(optimizer.state_dict()["state"].items())
+    named = ((f"{key}.{name}", value) for key, state in states for name, value in state.items())
+    return values | {name: getattr(value, "_local_tensor", value).to(device, copy=True) for name, value in named}
 
 
 def hosted(model, link):
