@@ -64,16 +64,6 @@ def rank_compiles(rank, world, folder, autocast, how):
     return seen, zcompile.stats(model)["compiled"]
 
 
-def check(pool, path, inductor_cache, tmp_path, autocast=False, **how):
-    loaded = pool.run(rank_loads, path, tmp_path / "empty", autocast, how)
-    compiled = pool.run(rank_compiles, inductor_cache, autocast, how)
-    for (seen, counts, by), (expected, expected_by) in zip(loaded, compiled, strict=True):
-        assert seen == expected
-        assert counts == {}
-        assert by == f"loaded from {path}"
-        assert expected_by == "compiled by this process"
-
-
 KINDS = {  # (model, loss, ranks that have one batch, ranks that compile)
     "whole": (sharded, loss_of, 1, "rank 0"),
     "blocks": (parallel.three_blocks, parallel.whole_loss, 1, "rank 0"),
@@ -162,18 +152,20 @@ def test_a_model_with_graph_breaks_is_compiled_by_every_rank(rank, world, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-def test_training_from_a_file_is_bitwise_that_of_a_compile_and_compiles_nothing(ranks, inductor_cache, file, tmp_path):
-    check(ranks(2), file, inductor_cache, tmp_path)
+NARROW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
+CASES = [slow_case(1, False, {}), slow_case(4, False, {}), slow_case(2, True, {}), slow_case(2, False, NARROW)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "world, how",
-    [(1, {}), (4, {}), (2, {"autocast": True}), (2, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16})],
-)
-def test_a_file_for_other_ranks_and_dtypes(ranks, inductor_cache, tmp_path, world, how):
-    make_file(tmp_path / "model.zc", world, **how)
-    check(ranks(world), tmp_path / "model.zc", inductor_cache, tmp_path, **how)
+@pytest.mark.parametrize("world, autocast, how", [(2, False, {}), *CASES])
+def test_training_from_a_file_is_bitwise_that_of_a_compile(ranks, inductor_cache, tmp_path, world, autocast, how):
+    """And compiles nothing."""
+    path, pool = tmp_path / "model.zc", ranks(world)
+    make_file(path, world, autocast=autocast, **how)
+    loaded = pool.run(rank_loads, path, tmp_path / "empty", autocast, how)
+    compiled = pool.run(rank_compiles, inductor_cache, autocast, how)
+    for (seen, counts, by), (expected, expected_by) in zip(loaded, compiled, strict=True):
+        assert seen == expected
+        assert (counts, by, expected_by) == ({}, f"loaded from {path}", "compiled by this process")
 
 
 INPUTS = (torch.randn(2, 6, parallel.WIDTH),)
