@@ -6,23 +6,17 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
-from tests.support.microbatches import (
-    MICROBATCHES,
-    STEPS,
-    UNBUCKETED,
-    accumulate_checked,
-    assert_same_run,
-    separately,
-    train_microbatches,
-)
+from tests.support import microbatches as micro
 from tests.support.models import Transformer, batch, loss_of, mean_square, normal
-from tests.support.ranks import slow, slow_case
+from tests.support.ranks import on_ranks, slow, slow_case
 from tests.support.reference import FP32, backward_beside, close, compiled, pair, same_grads, same_values, train_beside
 from tests.support.sharded_ops import ops
+from zcompile.ranks.process_groups import all_gather_object
 from zcompile.state.sharded_model import state_of
 
 inners = pytest.mark.parametrize("inner", ["aot_eager", slow_case("inductor")])
@@ -30,26 +24,26 @@ inners = pytest.mark.parametrize("inner", ["aot_eager", slow_case("inductor")])
 
 @inners
 def test_microbatches_gather_once(rank, world, inner):
-    expected = train_microbatches(rank, separately, inner=inner, options=UNBUCKETED)
-    run = train_microbatches(rank, accumulate_checked, inner=inner, options=UNBUCKETED)
-    assert_same_run(run, expected)
+    expected = micro.train_microbatches(rank, micro.separately, inner=inner, options=micro.UNBUCKETED)
+    run = micro.train_microbatches(rank, micro.accumulate_checked, inner=inner, options=micro.UNBUCKETED)
+    micro.assert_same_run(run, expected)
     parameters = list(run.model.parameters())
-    assert run.gathered_bytes == STEPS * [4 * sum(each.numel() for each in parameters)]  # in fp32, once a step
-    assert zcompile.stats(run.model)["reduces"] == MICROBATCHES * len(parameters)
+    assert run.gathered_bytes == micro.STEPS * [4 * sum(each.numel() for each in parameters)]  # in fp32, once a step
+    assert zcompile.stats(run.model)["reduces"] == micro.MICROBATCHES * len(parameters)
 
 
 @inners
 def test_a_cache_of_a_parameters_bytes_holds_that_parameter_and_one_of_none_nothing(rank, world, inner):
-    expected = train_microbatches(rank, separately, inner=inner, options=UNBUCKETED)
+    expected = micro.train_microbatches(rank, micro.separately, inner=inner, options=micro.UNBUCKETED)
     embedding = expected.model.embed.weight  # forward's first read, which backward reads too
     embedding_bytes = 4 * embedding.numel()
     rows = -(-embedding.shape[0] // world) * world  # equal pieces
-    saved_gathers = 2 * MICROBATCHES - 1  # forward and backward of each, but for the first
+    saved_gathers = 2 * micro.MICROBATCHES - 1  # forward and backward of each, but for the first
     for cache_bytes, saved in ((embedding_bytes * rows // embedding.shape[0], saved_gathers * embedding_bytes), (0, 0)):
-        options = UNBUCKETED | {"microbatch_cache_bytes": cache_bytes}
-        run = train_microbatches(rank, zcompile.accumulate, inner=inner, options=options)
-        assert_same_run(run, expected)
-        assert [more - less for more, less in zip(expected.gathered_bytes, run.gathered_bytes)] == STEPS * [saved]
+        options = micro.UNBUCKETED | {"microbatch_cache_bytes": cache_bytes}
+        run = micro.train_microbatches(rank, zcompile.accumulate, inner=inner, options=options)
+        micro.assert_same_run(run, expected)
+        assert [more - less for more, less in zip(expected.gathered_bytes, run.gathered_bytes)] == micro.STEPS * [saved]
 
 
 @pytest.mark.parametrize("world", [2, slow_case(4)])
@@ -57,8 +51,8 @@ def test_a_cache_of_a_parameters_bytes_holds_that_parameter_and_one_of_none_noth
 def test_buckets_travel_as_ever_and_the_rest_is_shared(rank, world, how):
     """What is saved for backward, too. An edit between microbatches is seen."""
     how = {**how, "options": {"bucket_bytes": 2000}}
-    expected, run = train_microbatches(rank, separately, **how), train_microbatches(rank, zcompile.accumulate, **how)
-    assert_same_run(run, expected)
+    expected, run = (micro.train_microbatches(rank, each, **how) for each in (micro.separately, zcompile.accumulate))
+    micro.assert_same_run(run, expected)
     assert all(fewer < more for fewer, more in zip(run.gathered_bytes, expected.gathered_bytes, strict=True))
 
 
@@ -81,11 +75,6 @@ def collect(parameter, held):
     parameter.grad = None
 
 
-def places_of_gradients(model):
-    grads = [parameter.grad.to_local() for parameter in model.parameters()]
-    return [grad.data_ptr() for grad in grads if grad.numel()]
-
-
 def microbatches_with_edits(rank, around, edit):
     """Gradients after four microbatches of which two are followed by an edit; where each microbatch left gradients."""
     torch.manual_seed(0)
@@ -94,7 +83,8 @@ def microbatches_with_edits(rank, around, edit):
     with around(model):
         for microbatch in range(4):
             loss_of(model, batch(microbatch, rank)).backward()
-            places.append(places_of_gradients(model))  # and nothing else here holds a gradient
+            grads = (parameter.grad.to_local() for parameter in model.parameters())  # held by nothing else here
+            places.append([place for place, numel in ((grad.data_ptr(), grad.numel()) for grad in grads) if numel])
             if microbatch in (1, 2):
                 for parameter in model.parameters():
                     edit(parameter, held)
@@ -104,7 +94,7 @@ def microbatches_with_edits(rank, around, edit):
 @pytest.mark.parametrize("edit", [scale_in_place, replace, drop, collect])
 def test_gradients_edited_between_microbatches_stay_edited(rank, world, edit):
     """Although a reduce adds to what it finds."""
-    expected, places = microbatches_with_edits(rank, separately, edit)
+    expected, places = microbatches_with_edits(rank, micro.separately, edit)
     assert not any(second != first for first, second in zip(places[0], places[1], strict=True))
     grads, places = microbatches_with_edits(rank, zcompile.accumulate, edit)
     # A sum is a new tensor: the reduce added to what it found, and nothing was added to the old tensor.
@@ -139,7 +129,7 @@ class Gated(torch.nn.Module):
 
 @slow
 @pytest.mark.parametrize(
-    "make, saved_bytes, around", [(Overwriting, 0, zcompile.accumulate), (Gated, 1 << 20, accumulate_checked)]
+    "make, saved_bytes, around", [(Overwriting, 0, zcompile.accumulate), (Gated, 1 << 20, micro.accumulate_checked)]
 )
 def test_what_is_kept_is_not_written_over(rank, world, make, saved_bytes, around):
     """Inductor may reuse memory that was saved for backward, but not what the cache holds for the next microbatch."""
@@ -152,24 +142,22 @@ def test_what_is_kept_is_not_written_over(rank, world, make, saved_bytes, around
             close(loss, reference(torch.ones(32, 32)), FP32, "loss")
 
 
-def rank_cache_bytes(rank, world):
+@on_ranks(4)
+def test_ranks_cache_alike(rank, world):
     """What a rank caches follows from sizes that all ranks know, not from its own piece, which may be shorter."""
     model = zcompile.shard(Transformer())
     state = state_of(model)
     state.machine = dataclasses.replace(state.machine, memory_bytes=1 << 16)
-    return state.microbatch_cache_limit(), sum(sharded.leaf.nbytes for sharded in state.parameters.values())
-
-
-def test_ranks_cache_alike(ranks):
-    limits, own_bytes = zip(*ranks(4).run(rank_cache_bytes))
+    own = state.microbatch_cache_limit(), sum(sharded.leaf.nbytes for sharded in state.parameters.values())
+    limits, own_bytes = zip(*all_gather_object(dist.group.WORLD, own))
     assert len(set(limits)) == 1 and limits[0] > 0 and len(set(own_bytes)) > 1
 
 
 def test_weights_loaded_between_microbatches_are_seen(rank, world):
     losses = []
-    for around in (separately, zcompile.accumulate):
+    for around in (micro.separately, zcompile.accumulate):
         torch.manual_seed(0)
-        model = compiled(Transformer(), options=UNBUCKETED)
+        model = compiled(Transformer(), options=micro.UNBUCKETED)
         weights = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
         with around(model):
             for microbatch in range(3):
@@ -181,7 +169,7 @@ def test_weights_loaded_between_microbatches_are_seen(rank, world):
 
 
 def test_a_step_inside_of_accumulate_is_refused(rank, world):
-    model = compiled(Transformer(), options=UNBUCKETED)
+    model = compiled(Transformer(), options=micro.UNBUCKETED)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with zcompile.accumulate(model), pytest.raises(RuntimeError, match="after the block"):
         with zcompile.accumulate(model):  # ends with the outer one
@@ -219,7 +207,7 @@ def test_a_backward_inside_of_a_backward_adds_to_gradients_once(rank, world):
 
 
 def test_what_is_gathered_stays_until_accumulate_ends(rank, world):
-    model = compiled(Transformer(), options=UNBUCKETED)
+    model = compiled(Transformer(), options=micro.UNBUCKETED)
     runtime = state_of(model).runtime
     leaf, shape = model.__dict__["_modules"]["embed"].__dict__["_zcompile_leaf_weight"].detach(), [61, 18]
     gather = lambda: ops.gather_wait(ops.gather_cached_start(leaf, shape, torch.float32))

@@ -13,37 +13,19 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
+from tests.support import subclasses as sub
 from tests.support.compiling import SELECTIVE
 from tests.support.process import no_collector
 from tests.support.ranks import on_ranks, slow, slow_case
 from tests.support.reference import over
-from tests.support.subclasses import (
-    COMPILED,
-    Block,
-    Dequantizing,
-    Half,
-    Half16,
-    Kept8,
-    Plain,
-    Rows8,
-    Stack,
-    Unpadded16,
-    Wrapped,
-    adam_losses,
-    batch_loss,
-    by_fsdp2,
-    by_zcompile,
-    plain,
-    same_as_fsdp2,
-    seeded,
-)
+from tests.support.subclasses import Kept8, Rows8, adam_losses, batch_loss, by_fsdp2, by_zcompile, same_as_fsdp2, seeded
 from zcompile.state.sharded_model import state_of
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 @pytest.mark.parametrize("policy", [None, BF16])
-@pytest.mark.parametrize("kind, hidden", [(Rows8, 20), (Kept8, 20), (Half16, 17), (Half16, 1)])
+@pytest.mark.parametrize("kind, hidden", [(Rows8, 20), (Kept8, 20), (sub.Half16, 17), (sub.Half16, 1)])
 def test_training_equals_that_of_fsdp2_bit_by_bit(rank, world, kind, hidden, policy):
     same_as_fsdp2(rank, by_zcompile(seeded(kind, hidden=hidden), policy), by_fsdp2(seeded(kind, hidden=hidden), policy))
 
@@ -51,7 +33,7 @@ def test_training_equals_that_of_fsdp2_bit_by_bit(rank, world, kind, hidden, pol
 @on_ranks(1)
 def test_one_rank_quantizes_as_several_do(rank, world):
     """Under FSDP2, a class of one component alone runs on one rank."""
-    same_as_fsdp2(rank, by_zcompile(seeded(Half16)), by_fsdp2(seeded(Half16)))
+    same_as_fsdp2(rank, by_zcompile(seeded(sub.Half16)), by_fsdp2(seeded(sub.Half16)))
     model, reference = by_zcompile(seeded(Kept8)), seeded(nn.Parameter)
     with torch.no_grad():
         for layer in (each for block in reference for each in (block.up, block.down)):
@@ -69,15 +51,15 @@ def test_replicas_train_as_under_fsdp2(rank, world):
     parameters = nn.ParameterDict({"weight": nn.Parameter(Rows8(torch.randn(4, 3)))})
     model = by_zcompile(nn.Sequential(parameters), None, mesh)
     for parameter in model.parameters():
-        values = [torch.empty_like(plain(parameter)) for _ in range(2)]
-        dist.all_gather(values, plain(parameter), group=mesh.get_group("replicate"))
+        values = [torch.empty_like(sub.plain(parameter)) for _ in range(2)]
+        dist.all_gather(values, sub.plain(parameter), group=mesh.get_group("replicate"))
         assert torch.equal(*values)
 
 
 @pytest.mark.parametrize("transport", ["c10d", "late c10d"])
 @pytest.mark.parametrize("how", ["root block", "blocks", "units", "units, compiled"])
 def test_components_are_read_after_they_have_arrived(rank, world, how, transport):
-    units = [Block] if "units" in how else None
+    units = [sub.Block] if "units" in how else None
     model = by_zcompile(seeded(Kept8)) if how == "blocks" else zcompile.shard(seeded(Kept8), units=units)
     over(transport, model)
     if how == "units, compiled":
@@ -104,10 +86,10 @@ def test_components_travel_at_their_own_widths_in_one_transfer(rank, world):
 
 
 @pytest.mark.parametrize("kind", [Rows8, slow_case(Kept8)])
-@pytest.mark.parametrize("way", COMPILED)
+@pytest.mark.parametrize("way", sub.COMPILED)
 def test_compiled_layers_and_models_train_as_fsdp2(rank, world, kind, way):
     model = by_zcompile(seeded(kind))
-    COMPILED[way](model)
+    sub.COMPILED[way](model)
     same_as_fsdp2(rank, model, by_fsdp2(seeded(kind)))
     with torch.no_grad():
         assert torch.equal(batch_loss(model, 0, rank), batch_loss(model, 0, rank))
@@ -146,7 +128,7 @@ def seeded_root():
     return model
 
 
-class Checkpointed(Stack):
+class Checkpointed(sub.Stack):
     """Each block is computed again in backward; a selective checkpoint counts ops in both."""
 
     def __init__(self, selects):
@@ -194,7 +176,7 @@ def test_checkpoints_of_both_engines_load_in_both(rank, world, tmp_path):
                 dcp.load({"model": state}, checkpoint_id=folder)
             loaded.load_state_dict(state)
             for mine, theirs in zip(loaded.parameters(), model.parameters(), strict=True):
-                assert torch.equal(plain(mine), plain(theirs))
+                assert torch.equal(sub.plain(mine), sub.plain(theirs))
             assert torch.equal(batch_loss(loaded, 0, rank), batch_loss(model, 0, rank))
 
 
@@ -222,9 +204,9 @@ def test_unshard_gives_what_forward_reads_and_full_parameters_the_values(rank, w
     model = by_zcompile(seeded(Kept8))
     expected, values = batch_loss(model, 0, rank), dict(zcompile.full_parameters(model))
     for name, parameter in seeded(Kept8).named_parameters():
-        assert torch.equal(values[name], parameter.values_ if isinstance(parameter, Wrapped) else parameter)
+        assert torch.equal(values[name], parameter.values_ if isinstance(parameter, sub.Wrapped) else parameter)
     with zcompile.unshard(model):
-        assert isinstance(model[0].up.weight, Dequantizing) and model[0].up.weight.shape == (20, 12)
+        assert isinstance(model[0].up.weight, sub.Dequantizing) and model[0].up.weight.shape == (20, 12)
         with torch.no_grad():
             assert torch.equal(batch_loss(model, 0, rank), expected)
     message = r"parameter '0.up.weight' on rank \d is a \S*Kept8.*cannot be written back"
@@ -271,16 +253,12 @@ def test_a_gradient_that_is_a_subclass_is_refused(rank, world):
         model(torch.ones(2, 3)).sum().backward()
 
 
+NO_ROOM = r"rank 1 .*'0.up.weight'.*shapes \[\(8, 12\)\].*padded shard's size.*\(9, 12\)"
 REFUSED = {
-    "no hooks": (Plain, 20, r"'0.up.weight' is a \S*Plain \(rank \d\).*ignored_params", TypeError),
-    "one hook": (Half, 20, r"'0.up.weight' is a \S*Half \(rank \d\), which has no fsdp_post_all_gather", TypeError),
+    "no hooks": (sub.Plain, 20, r"'0.up.weight' is a \S*Plain \(rank \d\).*ignored_params", TypeError),
+    "one hook": (sub.Half, 20, r"'0.up.weight' is a \S*Half \(rank \d\), which has no fsdp_post_all_gather", TypeError),
     "no padding": (Rows8, 17, r"'0.up.weight' is a \S*Rows8 \(rank \d\) with 17 rows.*ignored_params", ValueError),
-    "no room": (
-        Unpadded16,
-        17,
-        r"rank 1 .*'0.up.weight'.*shapes \[\(8, 12\)\].*padded shard's size.*\(9, 12\)",
-        RuntimeError,
-    ),
+    "no room": (sub.Unpadded16, 17, NO_ROOM, RuntimeError),
 }
 
 
@@ -290,7 +268,7 @@ def test_what_fsdp2_cannot_gather_is_refused_by_name_on_all_ranks(rank, world, c
     with pytest.raises(error, match=f"(?s){message}"):
         by_zcompile(seeded(kind, hidden=hidden))
     model = seeded(kind, hidden=hidden)
-    weights = [parameter for parameter in model.parameters() if isinstance(parameter, Wrapped)]
+    weights = [parameter for parameter in model.parameters() if isinstance(parameter, sub.Wrapped)]
     zcompile.shard(model, ignored_params=weights)  # the remedy
     batch_loss(model, 0, rank).backward()
 

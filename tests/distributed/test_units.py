@@ -10,21 +10,12 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import zcompile
+from tests.support import mixtures
 from tests.support.architectures import hugging_face, hugging_face_loss
 from tests.support.compiling import checkpoint_each
 from tests.support.huggingface import VOCABULARY, tiny_llama
 from tests.support.meshes import short_mesh
-from tests.support.mixtures import (
-    TOP,
-    Experts,
-    MixtureModel,
-    StackedExperts,
-    bytes_of,
-    checkpointed,
-    compiled,
-    routed_loss,
-    sharded,
-)
+from tests.support.mixtures import Experts, MixtureModel, StackedExperts, compiled, routed_loss, sharded
 from tests.support.raising import Fault, fail
 from tests.support.ranks import on_ranks, slow, slow_case
 from tests.support.reference import FP32, close, train_beside
@@ -36,9 +27,9 @@ PREPARED = {
     "eager": sharded,
     "compiled": compiled,
     "inductor": functools.partial(compiled, inner="inductor"),
-    "checkpointed": checkpointed,
-    "checkpointed and compiled": functools.partial(checkpointed, prepare=compiled),
-    "reentrant": functools.partial(checkpointed, use_reentrant=True),
+    "checkpointed": mixtures.checkpointed,
+    "checkpointed and compiled": functools.partial(mixtures.checkpointed, prepare=compiled),
+    "reentrant": functools.partial(mixtures.checkpointed, use_reentrant=True),
     "one unit": lambda model: sharded(model, units=[model]),
     "whole layers": lambda model: sharded(model, units=list(model.layers)),
     "whole layers compiled": lambda model: compiled(model, units=list(model.layers)),
@@ -128,7 +119,7 @@ class WithMethod(Experts):
 
 def _forward_through_method(layer, x, routes, skips_experts):
     normed = layer.norm(x)
-    weights, chosen = layer.router(normed).softmax(-1)[:, routes].topk(min(TOP, len(routes)), -1)
+    weights, chosen = layer.router(normed).softmax(-1)[:, routes].topk(min(mixtures.TOP, len(routes)), -1)
     return x + layer.experts.compute(normed, torch.tensor(routes)[chosen], weights)
 
 
@@ -185,8 +176,8 @@ def test_a_unit_is_gathered_twice_and_reduced_once_in_a_step(rank, world):
     of_unit = 3 * len(Experts().experts)
     assert moved["gathers"] == 3 * (2 * of_unit + 4) + 4, moved  # each parameter of the root block once
     assert moved["reduces"] == 3 * (of_unit + 4) + 4, moved
-    one = bytes_of(model, experts=True) / 3
-    dense = bytes_of(model, experts=False)
+    one = mixtures.bytes_of(model, experts=True) / 3
+    dense = mixtures.bytes_of(model, experts=False)
     assert moved["peak_unsharded_bytes"] <= 2 * one + dense  # one unit, and the next on its way
 
 
@@ -231,8 +222,8 @@ def test_a_budget_limits_what_is_gathered_ahead(rank, world):
     model = train_beside(rank, world, not_ahead, make=MixtureModel, loss=routed_loss, steps=2)
     zcompile.reset_stats(model)
     routed_loss(model, 3, rank).backward()
-    one = bytes_of(model, experts=True) / 3
-    assert zcompile.stats(model)["peak_unsharded_bytes"] <= one + bytes_of(model, experts=False)
+    one = mixtures.bytes_of(model, experts=True) / 3
+    assert zcompile.stats(model)["peak_unsharded_bytes"] <= one + mixtures.bytes_of(model, experts=False)
 
 
 INNERS = (None, "aot_eager", "inductor")

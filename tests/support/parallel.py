@@ -7,14 +7,8 @@ import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import parallel as styles
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
 import zcompile
 from tests.support import mixtures
@@ -85,8 +79,7 @@ TENSOR_PLAN = {name: ColwiseParallel() for name in ("attention.q", "attention.k"
 TENSOR_PLAN |= {name: RowwiseParallel() for name in ("attention.out", "feed.down")}
 SEQUENCE_PLAN = {
     **TENSOR_PLAN,
-    "norm1": SequenceParallel(),
-    "norm2": SequenceParallel(),
+    **dict.fromkeys(("norm1", "norm2"), styles.SequenceParallel()),
     "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
     "attention.out": RowwiseParallel(output_layouts=Shard(1)),
     "feed": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
@@ -260,7 +253,7 @@ def deepseek_v3(dp: int, tp: int, ep: int) -> nn.Module:
     """
     mesh, model = mesh_of("cpu", efsdp=dp * tp // ep, outer=ep // tp, tp=tp), hugging_face("deepseek_v3")
     inputs = {"input_layouts": (Replicate(),) * 3, "desired_input_layouts": (Shard(0),) * 3, "use_local_input": True}
-    parts = PrepareModuleInputOutput(**inputs, output_layouts=Shard(0), desired_output_layouts=Replicate())
+    parts = styles.PrepareModuleInputOutput(**inputs, output_layouts=Shard(0), desired_output_layouts=Replicate())
     plan = {name: ColwiseParallel() for name in ("self_attn.q_b_proj", "self_attn.kv_b_proj")}
     plan["self_attn.o_proj"] = RowwiseParallel()
     for layer in model.model.layers:
