@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 import zcompile
 from tests.support.huggingface import LOSSES, Sentences, forget_accelerate, sharded_by_fsdp2, tiny_llama
 from tests.support.late_link import results_of
+from tests.support.raising import raises
 from tests.support.ranks import slow_case
 from tests.support.reference import same_values
 from zcompile.integrations.huggingface import Accelerator, CompilePlugin
@@ -192,15 +193,10 @@ def test_micro_steps_of_accumulate_gather_once(rank, world):
     assert counts[3]["reduces"] == 3 * counts[1]["reduces"], counts
 
 
-def raised(error, text, program, *args, **kwargs):
-    with pytest.raises(error, match=text):
-        program(*args, **kwargs)
-
-
 def refused(text, **how):
     """accelerate begins anew, and `Accelerator` refuses these arguments."""
     forget_accelerate()
-    raised(ValueError, text, Accelerator, **how)
+    raises(ValueError, text, Accelerator, **how)
 
 
 def test_what_cannot_train_is_refused_by_name(rank, world):
@@ -216,7 +212,7 @@ def test_what_cannot_train_is_refused_by_name(rank, world):
         refused("counts 1.*rank 0.*cpu=True")
     forget_accelerate()
     with patch.dict(os.environ, ACCELERATE_USE_FSDP="true"):  # as `accelerate launch --use_fsdp` sets it
-        raised(ValueError, f"asks accelerate for FSDP.*rank {rank}", Accelerator, cpu=True)
+        raises(ValueError, f"asks accelerate for FSDP.*rank {rank}", Accelerator, cpu=True)
     refused(f"mixed_precision='fp16'.*rank {rank}", cpu=True, mixed_precision="fp16")
     forget_accelerate()
     accelerator = Accelerator(cpu=True)
@@ -225,13 +221,13 @@ def test_what_cannot_train_is_refused_by_name(rank, world):
     old = list(model.parameters())
     zcompile.shard(model)
     stale = torch.optim.SGD(old, lr=0.1)
-    raised(ValueError, f"SGD holds no parameter of the models.*rank {rank}", accelerator.prepare, model, stale)
+    raises(ValueError, f"SGD holds no parameter of the models.*rank {rank}", accelerator.prepare, model, stale)
     assert accelerator.prepare(model) is model  # not wrapped in DDP, as accelerate's own does
     forget_accelerate()
     accelerator = Accelerator(cpu=True)
     model = tiny_llama()
     early = torch.optim.SGD(model.parameters(), lr=0.1)
-    raised(RuntimeError, "Build the optimizer after|pass", accelerator.prepare, model)
+    raises(RuntimeError, "Build the optimizer after|pass", accelerator.prepare, model)
     model, prepared = accelerator.prepare(model, early)  # together, it gets the sharded parameters
     held = [parameter for group in prepared.param_groups for parameter in group["params"]]
     assert all(ours is theirs for ours, theirs in zip(held, model.parameters(), strict=True))
@@ -240,9 +236,9 @@ def test_what_cannot_train_is_refused_by_name(rank, world):
     used = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(**{name: value[None] for name, value in Sentences()[0].items()}).loss.backward()
     used.step()
-    raised(ValueError, "state of parameter 'model.embed_tokens.weight'", accelerator.prepare, model, used)
+    raises(ValueError, "state of parameter 'model.embed_tokens.weight'", accelerator.prepare, model, used)
     model = sharded_by_fsdp2(tiny_llama())
-    raised(RuntimeError, "'model.embed_tokens.weight' is a DTensor", accelerator.prepare, model)
+    raises(RuntimeError, "'model.embed_tokens.weight' is a DTensor", accelerator.prepare, model)
 
 
 def rank_trains_in(rank, world, precision, compiled):

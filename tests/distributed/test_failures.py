@@ -19,16 +19,11 @@ import zcompile.state.transport_choice
 from tests.support.chaos import context
 from tests.support.models import Transformer
 from tests.support.process import full_disk
-from tests.support.raising import RAISES, MayRaise
+from tests.support.raising import RAISES, MayRaise, raises
 from tests.support.ranks import slow_case
 from tests.support.reference import compiled, finish_step, lm_loss
 from tests.support.time_limits import scaled
 from zcompile.ranks.program_check import Agreement, Line
-
-
-def raises(error, pattern, call):
-    with pytest.raises(error, match=pattern):
-        call()
 
 
 def test_a_sharded_model_is_not_sharded_again(rank, world):

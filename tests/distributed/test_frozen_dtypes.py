@@ -10,6 +10,7 @@ from torch import nn
 
 import zcompile
 from tests.support.packed import FP8, PackedLinear, Quantized, frozen, quantized_loss
+from tests.support.raising import raises
 from tests.support.ranks import on_ranks, slow, slow_case
 from tests.support.reference import BF16, FP32, close, compiled, full, pair, same_values, train_beside
 
@@ -109,9 +110,7 @@ def test_replicas_have_the_same_values_of_any_dtype(rank, world):
     assert full(model.flag.data).item() is True and full(model.eighth.data).float().item() == 0
 
 
-def refuses(message, model):
-    with pytest.raises(TypeError, match=message):
-        zcompile.shard(model)
+refuses = functools.partial(raises, TypeError)
 
 
 class Params4bit(nn.Parameter):
@@ -121,10 +120,10 @@ class Params4bit(nn.Parameter):
 def test_what_cannot_be_sharded_is_refused_by_name(rank, world):
     model = nn.Sequential(nn.Linear(6, 4), PackedLinear(6, 4))
     model[1].eighths = nn.Parameter(torch.zeros(3, dtype=FP8))
-    refuses(r"'1.eighths' has dtype torch.float8_e4m3fn .rank \d.* Freeze it", model)
+    refuses(r"'1.eighths' has dtype torch.float8_e4m3fn .rank \d.* Freeze it", zcompile.shard, model)
     model[1].eighths = Params4bit(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
     message = r"'1.eighths' is a tests.*Params4bit \(rank \d\).*an nn.Parameter over a plain tensor.*ignored_params"
-    refuses(message, model)
+    refuses(message, zcompile.shard, model)
     zcompile.shard(model, ignored_params=[model[1].eighths])
 
 
@@ -135,7 +134,7 @@ def test_a_tensor_of_torchao_is_refused_by_name(rank, world):
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
     quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda module, path: path == "1")
     message = r"'1.weight' is a torchao\..* \(rank \d\).*Shard before quantizing.*docs/peft.md"
-    refuses(message, model)
+    refuses(message, zcompile.shard, model)
     zcompile.shard(model, ignored_params=[model[1].weight])
     x = torch.randn(2, 64)
     assert model(x).shape == (2, 32)

@@ -1,5 +1,6 @@
 """A module that raises when it is told to, in forward or in backward."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -24,6 +25,11 @@ class Fault(Exception):
 
 def fail(*args):
     raise Fault
+
+
+def raises(error, text, call, *args, **how):
+    with pytest.raises(error, match=text):
+        call(*args, **how)
 
 
 class MayRaise(nn.Module):
