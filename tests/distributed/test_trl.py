@@ -8,10 +8,7 @@ from tests.support.ranks import slow_case
 
 pytest.importorskip("trl")
 EAGER = {"inner": "aot_eager"}
-
-
-def words(i, count):
-    return " ".join(f"w{(i * i + 7 * k) % 59}" for k in range(count))
+words = lambda i, count: " ".join(f"w{(i * i + 7 * k) % 59}" for k in range(count))
 
 
 def sentences(count):
@@ -57,9 +54,7 @@ def test_sft_trainer_trains_as_fsdp2(rank, world, tmp_path, kind):
     ours = begin(f"{tmp_path}/ours", kind)
     ours.train()
     reference = hf.history(theirs)
-    assert len(reference["loss"]) == 5 and len(reference["eval_loss"]) == 1, reference
-    for name, values in hf.history(ours).items():
-        assert values == pytest.approx(reference[name], abs=hf.LOSSES, rel=hf.LOSSES), (name, values, reference[name])
+    hf.same_history(hf.history(ours), reference, 5, 1)
     ours.save_model()
     again = begin(f"{tmp_path}/ours", kind)
     again.train(resume_from_checkpoint=f"{tmp_path}/ours/checkpoint-3")
@@ -124,9 +119,7 @@ def rank_resumes(rank, world, kind, folder):
 def test_a_trainer_with_the_mixin_trains_as_in_one_process(ranks, tmp_path, kind):
     ((theirs, reference),) = ranks(1).run(rank_trains, kind, str(tmp_path / "theirs"), False)
     ours, values = ranks(2).run(rank_trains, kind, str(tmp_path / "ours"), True)[0]
-    assert len(theirs["loss"]) == 3 and len(theirs["eval_loss"]) == 1
-    for name in theirs:
-        assert ours[name] == pytest.approx(theirs[name], abs=hf.LOSSES, rel=hf.LOSSES), name
+    hf.same_history(ours, theirs, 3, 1)
     for name, value in values.items():
         torch.testing.assert_close(value, reference[name], rtol=1e-3, atol=1e-5)
     assert (tmp_path / "ours/model.safetensors").exists()

@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
@@ -65,6 +66,13 @@ def history(trainer) -> dict[str, list[float]]:
     """Losses, norms and losses of evaluations that a trainer has logged."""
     logged = trainer.state.log_history
     return {name: [each[name] for each in logged if name in each] for name in ("loss", "grad_norm", "eval_loss")}
+
+
+def same_history(ours, theirs, steps: int, evaluations: int) -> None:
+    """Two of `history` of so many steps and evaluations."""
+    assert len(theirs["loss"]) == steps and len(theirs["eval_loss"]) == evaluations, theirs
+    for name, values in ours.items():
+        assert values == pytest.approx(theirs[name], abs=LOSSES, rel=LOSSES), (name, values, theirs[name])
 
 
 def losses_after(trainer, step: int) -> list[float]:
