@@ -209,7 +209,8 @@ def stepped(engine, rank, path, loads=None):
     return curve, [*map(utils.safe_get_full_fp32_param, parameters), *states[0], *states[1]]
 
 
-def rank_streams_states(rank, world, path, config):
+@pytest.mark.parametrize("config", [{}, pytest.param(BF16 | SUB_GROUPS, id="bf16"), pytest.param(FUSED, id="fused")])
+def test_offloaded_steps_equal_those_without_offload(rank, world, tmp_path, config):
     """Bit by bit, also after the checkpoint of the other one. On a LateLink, copies without a wait stay away."""
     zero, results, link = config_of(None, **config)["zero_optimization"], [], LateLink("")
     sizes = {"GRAIN": 128, "GROUP_BYTES": 12 * 256}
@@ -219,8 +220,8 @@ def rank_streams_states(rank, world, path, config):
     ):
         for number, (offload, loads) in enumerate([({}, None), (ON_HOST, None), ({}, 1), (ON_HOST, 0)]):
             engine = engines.make_engine({}, **config | {"zero_optimization": zero | offload})
-            loads = None if loads is None else f"{path}/{loads}"
-            results.append(stepped(engine, rank, f"{path}/{number}", loads))
+            loads = None if loads is None else f"{tmp_path}/{loads}"
+            results.append(stepped(engine, rank, f"{tmp_path}/{number}", loads))
             engines.assert_taken_over(engine)
             assert (engine.zcompile.lean_step.link is link) == bool(offload)
             assert engine.optimizer.grad_partitions_flat_buffer.numel() == 0
@@ -229,11 +230,6 @@ def rank_streams_states(rank, world, path, config):
     for curve, tensors in results[1:]:
         assert curve == results[0][0], (curve, results[0][0])
         same_values(tensors, results[0][1])
-
-
-@pytest.mark.parametrize("config", [{}, pytest.param(BF16 | SUB_GROUPS, id="bf16"), pytest.param(FUSED, id="fused")])
-def test_offloaded_steps_equal_those_without_offload(ranks, tmp_path, config):
-    ranks(2).run(rank_streams_states, str(tmp_path), config)
 
 
 def test_an_offloaded_optimizer_that_gets_hooks_goes_on_in_eager(rank, world):

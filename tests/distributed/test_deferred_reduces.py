@@ -15,9 +15,12 @@ from tests.support.models import Transformer, batch, loss_of, normal
 from tests.support.ranks import on_ranks, slow_case
 from tests.support.reference import compiled, train_beside
 from tests.support.sharded_ops import rank_native_sums
+from zcompile.ranks.process_groups import all_gather_object
 
 
-def rank_defers_replicas(rank, world, inner):
+@pytest.mark.parametrize("inner", ["eager", slow_case("aot_eager")])
+@on_ranks(4)
+def test_sums_over_replicas_may_wait_for_the_last_microbatch(rank, world, inner):
     mesh = dist.init_device_mesh("cpu", (2, 2))
     prepare = prepared(inner, mesh)
     losses, grads, stats = run(rank, prepare, "each")
@@ -30,13 +33,8 @@ def rank_defers_replicas(rank, world, inner):
     assert deferred[2]["reduces"] == stats["reduces"]
     again = run(rank, prepare, "shards")
     assert all(torch.equal(one, other) for one, other in zip(deferred[1], again[1]))
-    return [grad.sum().item() for grad in deferred[1]]
-
-
-@pytest.mark.parametrize("inner", ["eager", slow_case("aot_eager")])
-def test_sums_over_replicas_may_wait_for_the_last_microbatch(ranks, inner):
-    of_ranks = ranks(4).run(rank_defers_replicas, inner)
-    assert all(each == of_ranks[0] for each in of_ranks)
+    sums = [grad.sum().item() for grad in deferred[1]]
+    assert all_gather_object(dist.group.WORLD, sums) == [sums] * world
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zcompile
@@ -18,6 +19,7 @@ from tests.support.ranks import on_ranks, slow_case
 from tests.support.time_limits import scaled
 from zcompile.costs.formulas import registry
 from zcompile.explanation.workloads import WithLoss, load
+from zcompile.ranks.process_groups import all_gather_object
 
 
 def explain_and_compile(rank, options):
@@ -69,23 +71,16 @@ def test_explain_says_what_microbatches_share(rank, world, microbatch_cache_byte
     assert forward.gathered_bytes < first[0].gathered_bytes or microbatch_cache_bytes == 0
 
 
-def rank_explain_and_run(rank, world, save_for_backward_bytes):
-    """The explanation; gathers that it made; counts of a forward and of a backward; sizes of parameters."""
+@pytest.mark.parametrize("save_for_backward_bytes", [None, slow_case(0)])
+def test_explain_says_what_a_run_does(rank, world, save_for_backward_bytes):
     options = {"inner": "aot_eager", "save_for_backward_bytes": save_for_backward_bytes}
-    model, plan, gathers = explain_and_compile(rank, options)
+    model, plan, gathers_explaining = explain_and_compile(rank, options)
     loss = model(batch(0, rank))
     forward = zcompile.stats(model)
     zcompile.reset_stats(model)
     loss.backward()
-    return plan, gathers, forward, zcompile.stats(model), {name: p.numel() for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("save_for_backward_bytes", [None, slow_case(0)])
-def test_explain_says_what_a_run_does(ranks, save_for_backward_bytes):
-    results = ranks(2).run(rank_explain_and_run, save_for_backward_bytes)
-    mine, others = (result[0] for result in results)
-    assert mine == others  # ranks plan alike
-    plan, gathers_explaining, forward, backward, sizes = results[0]
+    backward, sizes = zcompile.stats(model), {name: p.numel() for name, p in model.named_parameters()}
+    assert all_gather_object(dist.group.WORLD, plan) == [plan] * world  # ranks plan alike
     planned_forward, planned_backward = plan.graphs
     assert (planned_forward.kind, planned_backward.kind) == ("forward", "backward")
     assert gathers_explaining == len(planned_forward.gathers) == forward["gathers"]
