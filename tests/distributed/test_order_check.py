@@ -28,6 +28,7 @@ NEVER_S = 1000.0  # the thread compares so seldom
 LONG_S = scaled(60)
 LATE_S = scaled(2)  # how late a rank is
 DIFFERENT = "ranks started different gathers and reduces"
+values_of = lambda model: [parameter.to_local().clone() for parameter in model.parameters()]
 
 
 def experts(seconds=LONG_S, mesh=None, period_s=NEVER_S):
@@ -35,10 +36,6 @@ def experts(seconds=LONG_S, mesh=None, period_s=NEVER_S):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(order_watch, "PERIOD_S", period_s)
         return shard_in_blocks(OneOfTwo(), mesh or short_mesh(seconds))
-
-
-def values_of(model):
-    return [parameter.to_local().clone() for parameter in model.parameters()]
 
 
 def backward(model, second=False):
@@ -384,37 +381,18 @@ def test_the_thread_ends_before_the_interpreter():
     assert subprocess.run([sys.executable, "-c", EXIT], timeout=scaled(120)).returncode == 0
 
 
-class FailedRuntime:
-    """As of a model whose NCCL lost another rank."""
-
-    def __init__(self):
-        self.said, self.aborted = "", threading.Event()
-
-    def order(self):
-        return [(3, 7, "gather 'a'")]
-
-    def order_failure(self):
-        return self.said
-
-    def nccl_failure(self):
-        return "NCCL lost another rank"
-
-    def fail_order(self, message):
-        self.said = message
-
-    def abort_nccl(self):
-        self.aborted.set()
-
-
 def test_a_lost_rank_makes_the_next_collective_an_error_and_ends_those_that_wait(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(order_watch, "base_store", lambda: store)
-    runtime, groups = FailedRuntime(), Groups("gather", "reduce", "", rank=0, world=2, number=0)
+    said, aborted, groups = [""], threading.Event(), Groups("gather", "reduce", "", rank=0, world=2, number=0)
+    calls = {"order": lambda: [(3, 7, "gather 'a'")], "nccl_failure": lambda: "NCCL lost another rank"}
+    calls |= {"order_failure": lambda: said[-1], "fail_order": said.append, "abort_nccl": aborted.set}
+    runtime = mock.Mock(spec=list(calls), **calls)  # which the watch holds weakly
     watch = order_watch.OrderWatch(runtime, groups, 1.0)
-    assert runtime.aborted.wait(scaled(10))
+    assert aborted.wait(scaled(10))
     watch.close()
-    assert re.search(r"rank 0 can no longer .* lost another rank.* is number 3, gather 'a'; .* rank 1", runtime.said)
-    assert watch.store.get("failed").decode() == runtime.said
+    assert re.search(r"rank 0 can no longer .* lost another rank.* is number 3, gather 'a'; .* rank 1", said[-1])
+    assert watch.store.get("failed").decode() == said[-1]
 
 
 def test_what_is_compared():

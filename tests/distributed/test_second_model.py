@@ -1,5 +1,7 @@
 """Models of one class share compiled code; what their options ask for holds for each of them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -11,9 +13,7 @@ from tests.support.reference import compiled
 from zcompile.compiler import backend
 from zcompile.state.sharded_model import state_of
 
-
-def layers():
-    return Chain(nn.Linear(6, 6), nn.Linear(6, 6))
+layers = lambda: Chain(nn.Linear(6, 6), nn.Linear(6, 6))
 
 
 def test_a_second_model_of_a_class_gets_its_options(rank, world):
@@ -39,13 +39,8 @@ def test_other_options_of_a_second_model_of_a_class_act(rank, world):
 def test_the_program_of_a_second_model_of_a_class_is_compared(rank, world):
     first, second = (zcompile.shard(layers()) for _ in range(2))
     checked = []
-
-    class Recorded:
-        def check(self, lines):
-            checked.append(lines)
-
     for model in (first, second):
-        state_of(model).agreement = Recorded()
+        state_of(model).agreement = SimpleNamespace(check=checked.append)
         model.compile(backend="zcompile", options={"inner": "aot_eager"})
         for _ in range(2):
             model(torch.ones(2, 6))
