@@ -77,7 +77,7 @@ class Blocks(nn.Module):
 
 def saved_bytes(model, x):
     """Bytes that forward saves for backward beside parameters, and the gradient of the input, if it can have one."""
-    own = {local_of(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
+    own = {getattr(each, "_local_tensor", each).untyped_storage().data_ptr() for each in model.parameters()}
     saved: dict[int, int] = {}
 
     def pack(value):
@@ -90,10 +90,6 @@ def saved_bytes(model, x):
         loss = model(x)
     loss.backward()
     return sum(saved.values()), x.grad
-
-
-def local_of(parameter):
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def torch_alone(budget, blocks, inner):
@@ -156,7 +152,7 @@ def offloaded_bytes(rank, world, budget):
 
     prepare = functools.partial(compiled, options={"activation_memory_budget": budget})
     model = train_beside(rank, world, prepare, make=lambda: Blocks(3), loss=loss, steps=3)
-    sharded = {local_of(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
+    sharded = {getattr(each, "_local_tensor", each).untyped_storage().data_ptr() for each in model.parameters()}
     activations = [value for value in moved if value.untyped_storage().data_ptr() not in sharded]
     whole = {parameter.shape for parameter in model.parameters()}
     assert activations and not [value.shape for value in activations if value.shape in whole]

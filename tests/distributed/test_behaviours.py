@@ -36,9 +36,7 @@ def test_requires_grad_is_followed(rank, world, prepare, by_attribute):
                 parameter.requires_grad_(trains)
         return model
 
-    def alternate(model, reference, step):
-        freeze(model, step % 2 == 0), freeze(reference, step % 2 == 0)
-
+    alternate = lambda model, reference, step: [freeze(each, step % 2 == 0) for each in (model, reference)]
     ref.train_beside(rank, world, prepare, make=lambda: freeze(Transformer()), steps=4, after_step=alternate)
 
 

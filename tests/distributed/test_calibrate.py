@@ -21,10 +21,7 @@ from zcompile.state.sharded_model import state_of
 
 CPU_DEVICE = torch.device("cpu")
 SMALL = measure_compute.Sizes((32, 64, 128), (64,), 2, 16, 16, (1, 2, 32, 16), 1 << 16)
-
-
-def home(folder):
-    return mock.patch.dict(os.environ, XDG_CACHE_HOME=str(folder))
+home = lambda folder: mock.patch.dict(os.environ, XDG_CACHE_HOME=str(folder))
 
 
 def calibrate_quickly(folder):

@@ -27,17 +27,10 @@ from tests.support.time_limits import scaled
 def test_aot_eager_equals_eager_bit_by_bit(rank, world):
     inners, mesh = ("eager", "aot_eager"), parallel.mesh_of("cpu", dp=2, tp=2)
     spread = lambda model: zcompile.shard(parallel.spread_dense(model, mesh["tp"], True), mesh["dp"])
-    same_bits(
-        [parallel.maybe_compiled(pair(parallel.Dense, spread)[1], inner) for inner in inners],
-        parallel.token_loss,
-        rank // 2,
-        steps=3,
-    )
-    mixtures = [
-        pair(parallel.Mixture, functools.partial(parallel.expert_parallel, "cpu", each, shard=Shard(0)))[1]
-        for each in inners
-    ]
-    same_bits(mixtures, parallel.token_loss, rank, steps=3)
+    dense = [parallel.maybe_compiled(pair(parallel.Dense, spread)[1], inner) for inner in inners]
+    same_bits(dense, parallel.token_loss, rank // 2, steps=3)
+    divide = [functools.partial(parallel.expert_parallel, "cpu", inner, shard=Shard(0)) for inner in inners]
+    same_bits([pair(parallel.Mixture, each)[1] for each in divide], parallel.token_loss, rank, steps=3)
 
 
 def unequal_loss(model, step, rank):

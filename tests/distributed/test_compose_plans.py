@@ -29,16 +29,13 @@ CASES = {
 }
 FIRST = ("qwen-tp-ep", "eager")
 OTHERS = [slow_case(*each) for each in product(CASES, INNERS) if each != FIRST]
+data_rank_of = lambda rank, sizes: rank // sizes.get("tp_size", 1)
 
 
 def config_of(sizes):
     from transformers.distributed import DistributedConfig
 
     return DistributedConfig(**sizes)
-
-
-def data_rank_of(rank, sizes):
-    return rank // sizes.get("tp_size", 1)
 
 
 def steps_of(model, data_rank):

@@ -32,10 +32,9 @@ GRAPHS = int(os.environ.get("ZCOMPILE_FUZZ_GRAPHS", 0))
 REPLAYED_STEPS = 30
 PLANS = 20  # of each module, twice: forward and backward
 FIRST = int(os.environ.get("ZCOMPILE_FUZZ_FIRST", 0))  # seed
-
-
-def batch(seed, rank):
-    return torch.randn(fuzz.ROWS, fuzz.WIDTH, generator=torch.Generator().manual_seed(100 * seed + rank))
+seeded = lambda seed, rank: torch.Generator().manual_seed(100 * seed + rank)
+batch = lambda *of: torch.randn(fuzz.ROWS, fuzz.WIDTH, generator=seeded(*of))
+run = lambda graph, arguments: Interpreter(GraphModule(torch.nn.Module(), graph)).run(*arguments)
 
 
 def check_module(seed, rank, world):
@@ -159,10 +158,6 @@ def check_replays(seed, rank, world):
 
     model = same_as_uncaptured("cpu", rank, train, lambda: fuzz.Model(seed), steps=REPLAYED_STEPS)
     return counts(model)[1]
-
-
-def run(graph, arguments):
-    return Interpreter(GraphModule(torch.nn.Module(), graph)).run(*arguments)
 
 
 def rank_fuzzes(rank, world, check, first, graphs, seconds):

@@ -15,6 +15,7 @@ from tests.support.models import Chain, normal
 from tests.support.ranks import on_ranks, slow_case
 
 TOKENS = torch.arange(10).view(2, 5)
+make_layers = lambda: Chain(*(nn.Sequential(nn.Linear(8, 8, bias=False), nn.GELU()) for _ in range(3)))
 
 
 def lora_on_all_linears():
@@ -35,10 +36,6 @@ def test_each_parameter_is_gathered_once_in_forward_and_in_backward(rank, world,
         assert sum(zcompile.stats(model)["gathered_bytes"].values()) == whole
         loss.backward()
         assert whole < sum(zcompile.stats(model)["gathered_bytes"].values()) <= 2 * whole
-
-
-def make_layers():
-    return Chain(*(nn.Sequential(nn.Linear(8, 8, bias=False), nn.GELU()) for _ in range(3)))
 
 
 def compile_layers(model, backend):

@@ -131,7 +131,7 @@ def test_a_wait_for_what_is_not_in_flight_is_an_error(rank, world):
         ops.gather_wait(start)
 
 
-def test_what_is_no_shard_or_has_another_shape_is_refused(rank, world):
+def test_what_is_no_shard_or_has_another_shape_or_model_is_refused(rank, world):
     with pytest.raises(RuntimeError, match="no shard of a model of this process"):
         ops.gather(torch.zeros(3, 3), [5, 3], torch.float32)
     with pytest.raises(RuntimeError, match="no shard of a model of this process"):
@@ -141,10 +141,6 @@ def test_what_is_no_shard_or_has_another_shape_is_refused(rank, world):
         ops.gather(leaf, [3, 5], torch.float32)
     with pytest.raises(RuntimeError, match="gradient of 'p0' has shape"):
         ops.reduce(torch.zeros(4, 3), leaf)
-
-
-def test_shards_of_two_models_do_not_travel_in_one_group(rank, world):
-    _, (leaf,) = shards(world, (5, 3))
     _, (foreign,) = shards(world, (5, 3))
     with pytest.raises(RuntimeError, match="several sharded models are moved together"):
         ops.gather_group_start([leaf.detach(), foreign.detach()], [5, 3, 5, 3], [2, 2], torch.float32)

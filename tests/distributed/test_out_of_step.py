@@ -25,10 +25,6 @@ def linears(count):
     return [nn.Linear(6, 6) for _ in range(count)]
 
 
-def loss_of(model, step, rank, *how):
-    return model(normal(step, rank, 4, 6).requires_grad_(), *how).square().mean()
-
-
 def raises_in_backward(loss):
     RAISES.append("here")
     with pytest.raises(RuntimeError, match="broken on purpose"):
@@ -37,6 +33,7 @@ def raises_in_backward(loss):
 
 
 DIFFERENT = "ranks started different gathers and reduces"
+loss_of = lambda model, step, rank, *how: model(normal(step, rank, 4, 6).requires_grad_(), *how).square().mean()
 
 
 def raises_on_one_rank(rank, mesh):

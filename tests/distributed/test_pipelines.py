@@ -20,6 +20,7 @@ from tests.support.ranks import on_ranks, slow, slow_case
 from tests.support.reference import compiled, same_grads
 
 MICROBATCHES = 4
+loss_of = lambda output, target: (output - target).square().mean()
 STAGES = {  # of each of the two pipeline ranks
     "ScheduleGPipe": ((0,), (1,)),
     "Schedule1F1B": ((0,), (1,)),
@@ -32,10 +33,6 @@ STAGES = {  # of each of the two pipeline ranks
 def stage_of(number):
     torch.manual_seed(number)
     return nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 7), nn.LayerNorm(7), nn.Linear(7, 6))
-
-
-def loss_of(output, target):
-    return (output - target).square().mean()
 
 
 FORMS = blocks.FORMS | {"compiled": functools.partial(compiled, fullgraph=False)}

@@ -14,10 +14,7 @@ from tests.support.time_limits import scaled
 from zcompile import _C
 
 TIMEOUT_MS = int(scaled(20_000))
-
-
-def connect(rank, world, timeout_ms=TIMEOUT_MS):
-    return _C.DescriptorSockets.connect_all(dist.group.WORLD.group_name, rank, world, timeout_ms)
+connect = lambda rank, world: _C.DescriptorSockets.connect_all(dist.group.WORLD.group_name, rank, world, TIMEOUT_MS)
 
 
 def sends_to_all(sockets, rank, world):

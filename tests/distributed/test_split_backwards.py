@@ -19,14 +19,8 @@ from tests.support.reference import FP32, close, pair, same_grads
 from zcompile.state.sharded_model import state_of
 
 REDUCES = [*((reduce, False) for reduce in ("each", "shards", "last")), ("last", True)]
-
-
-def make():
-    return nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 7), nn.LayerNorm(7), nn.Linear(7, 6))
-
-
-def inputs(microbatch, rank):
-    return normal(microbatch, rank, 3, 6).requires_grad_()
+make = lambda: nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 7), nn.LayerNorm(7), nn.Linear(7, 6))
+inputs = lambda microbatch, rank: normal(microbatch, rank, 3, 6).requires_grad_()
 
 
 def by_grad(loss, x):

@@ -96,9 +96,7 @@ ALL, SOME = list(MODULES), ["conv2d", "embedding-bag", "lstm", "weight-norm"]
 
 
 @pytest.mark.parametrize(
-    "kinds, inner",
-    [(ALL, "eager"), (SOME, "aot_eager"), slow_case(ALL, "aot_eager")],
-    ids=["eager", "some", "all"],
+    "kinds, inner", [(ALL, "eager"), (SOME, "aot_eager"), slow_case(ALL, "aot_eager")], ids=["eager", "some", "all"]
 )
 def test_modules_of_torch_train_as_unsharded(rank, world, kinds, inner):
     """One after the other: a test of its own for each would cost more than what it tests."""
@@ -165,10 +163,7 @@ def linear():
 
 
 root_loss = mean_square(3, 6)
-
-
-def sharded(model):
-    return getattr(model, "_orig_mod", model)
+sharded = lambda model: getattr(model, "_orig_mod", model)
 
 
 @ways

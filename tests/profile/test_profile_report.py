@@ -20,11 +20,6 @@ from zcompile.profile.timeline import wire_bytes
 OURS = "zcompile:inner=aot_eager"  # Inductor would take most of this module's time
 
 
-def profile(folder, *engines):
-    batches = ["--tokens", "32", "--batch", "2", "--accumulation", "2"]
-    assert main(["profile", *SHORT, "--engines", ",".join(engines), *batches, "--trace", "--output", str(folder)]) == 0
-
-
 @pytest.fixture(
     scope="module", params=[[OURS, "fsdp2"], slow_case([OURS, "limit", "fsdp2", "deepcompile"])], ids=["two", "all"]
 )
@@ -33,7 +28,8 @@ def profiled(tmp_path_factory, inductor_cache, request):
     folder = tmp_path_factory.mktemp("profile")
     (folder / "runs").mkdir()
     (folder / "runs/limit-cache").symlink_to(inductor_cache)  # else Inductor would begin with headers and probes
-    profile(folder, *request.param)
+    batches = ["--tokens", "32", "--batch", "2", "--accumulation", "2", "--trace", "--output", str(folder)]
+    assert main(["profile", *SHORT, "--engines", ",".join(request.param), *batches]) == 0
     return folder
 
 

@@ -18,10 +18,7 @@ main = function_of(f"{PROGRAM}:main")
 regimes = sys.modules[main.__module__]
 FIRST, SECOND = "dense-tiny/64/1/off", "dense-tiny/128/1/off"
 TWO = ["--tiny", "--cells", "dense-tiny/*/1/off"]
-
-
-def cells_in(file):
-    return json.loads(file.read_text()) if file.exists() else {}
+cells_in = lambda file: json.loads(file.read_text()) if file.exists() else {}
 
 
 @pytest.mark.slow

@@ -58,16 +58,11 @@ _ALIKE = (
 )
 SENSES = {
     **{name: SIZES[name] for name in _ALIKE.split()},
-    "vocab_size": VOCABULARY,
-    "num_labels": LABELS,
-    "image_size": IMAGE,
-    "num_conv_pos_embeddings": 16,
+    "vocab_size": VOCABULARY, "num_labels": LABELS, "image_size": IMAGE, "num_conv_pos_embeddings": 16,
     **dict.fromkeys(("max_source_positions", "max_target_positions"), FRAMES // 2),
-    "max_length": FRAMES,
-    "ctc_zero_infinity": True,
-    "apply_spec_augment": False,
-    **dict.fromkeys(("mask_time_prob", "mask_feature_prob", "layerdrop"), 0.0),
-} | TOKENS
+    "max_length": FRAMES, "ctc_zero_infinity": True, "apply_spec_augment": False,
+    **dict.fromkeys(("mask_time_prob", "mask_feature_prob", "layerdrop"), 0.0), **TOKENS,
+}  # fmt: skip
 WIDTHS = ("hidden_sizes", "embed_dims", "neck_hidden_sizes", "embed_dim", "embedding_size", "decoder_hidden_size")
 
 

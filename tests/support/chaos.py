@@ -269,12 +269,8 @@ def context(device="cpu"):
 
 
 def run(fault):
-    """Start the ranks, and wait until they have ended.
-
-    Returns:
-        For each rank ("ok", (batches, parameters)), ("error", text), ("killed", text) or ("hung", text); and the
-        seconds from the fault to the end of the last rank, None if no rank came to the fault.
-    """
+    """Start the ranks, and wait until they have ended: for each one ("ok", (batches, parameters)), ("error", text),
+    ("killed", text) or ("hung", text); and the seconds from the fault to the last end, None if no rank came to it."""
     for _ in range(3):  # on a slow machine, ranks that compile may reach the timeout before the fault
         with tempfile.TemporaryDirectory() as folder:
             answers, seconds = _run(fault, Path(folder))

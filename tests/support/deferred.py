@@ -10,15 +10,12 @@ from tests.support.reference import close, compiled, full, lm_loss, pair
 
 MICROBATCHES = 4
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
+gradients = lambda model: [None if each.grad is None else full(each.grad).clone() for each in model.parameters()]
 
 
 def prepared(inner, mesh=None, **how):
     prepare = zcompile.shard if inner == "eager" else functools.partial(compiled, inner=inner)
     return functools.partial(prepare, mesh=mesh, **how)
-
-
-def gradients(model):
-    return [None if each.grad is None else full(each.grad).clone() for each in model.parameters()]
 
 
 def run(

@@ -60,7 +60,6 @@ KINDS = {
         ),
         {"sample": _noise(2, 3, 16, 16)},
     ),
-
     "flux": Kind(
         "FluxTransformer2DModel",
         dict(
@@ -72,7 +71,6 @@ KINDS = {
             img_ids=lambda generator: torch.zeros(16, 3), txt_ids=lambda generator: torch.zeros(5, 3),
         ),
     ),
-
 }  # fmt: skip
 
 

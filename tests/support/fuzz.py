@@ -40,8 +40,9 @@ class Program(nn.Module):
 
     def draw(self, depth: int) -> Step:
         if depth == 0 and self.random.random() < 0.3:
+            i = len(self.inner)
             self.inner.append(Program(self.random.randrange(1 << 30), depth + 1))
-            return Nested(len(self.inner) - 1)
+            return lambda module, x: x + module.inner[i](x)
         return self.random.choice(STEPS)(self)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
@@ -51,14 +52,6 @@ class Program(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(self.run, x, use_reentrant=False) if self.recomputed else self.run(x)
-
-
-class Nested:
-    def __init__(self, i: int):
-        self.i = i
-
-    def __call__(self, module, x):
-        return x + module.inner[self.i](x)
 
 
 class Linear:

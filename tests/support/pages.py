@@ -79,7 +79,8 @@ def check_commands(text: str) -> None:
     """Each line is a command that exists, with options that it has, else ValueError. Nothing is run."""
     commands = [words for line in text.splitlines() if (words := shlex.split(line, comments=True))]
     assert commands
-    checks = {"zcompile": check_zcompile, "make": check_make, "pip": check_pip, "torchrun": check_torchrun}
+    torchrun = run.get_args_parser().parse_args
+    checks = {"zcompile": check_zcompile, "make": check_make, "pip": check_pip, "torchrun": torchrun}
     for program, *arguments in commands:
         if program == "srun":  # whose own options are before the command that it runs
             program, *arguments = itertools.dropwhile(lambda word: word.startswith("--"), arguments)
@@ -106,11 +107,6 @@ def check_zcompile(arguments: list[str]) -> None:
         engines = importlib.import_module("zcompile.profile.engines")
         for name in engines.names_of(parsed.engines):
             engines.find(name)
-
-
-def check_torchrun(arguments: list[str]) -> None:
-    """Names options that torchrun has."""
-    run.get_args_parser().parse_args(arguments)
 
 
 def check_make(arguments: list[str]) -> None:

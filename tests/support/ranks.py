@@ -119,13 +119,8 @@ def fork_server(number: int) -> forkserver.ForkServer:
 def on_ranks(world: int | None = None, timeout: float = TIMEOUT_SECONDS, fixture: str = "ranks", needs: str = ""):
     """Make a test of a function (rank, world, ...): all ranks of a pool call it, with the values of its parameters.
 
-    tests/conftest.py does so without this, on two ranks or as many as the parameter `world` of the test says.
-
-    Args:
-        world: how many ranks; None: as many as the parameter `world` of the test says.
-        fixture: the fixture that has the pools.
-        needs: a package without which the test is skipped.
-    """
+    tests/conftest.py does so without this, on two ranks or as many as the parameter `world` of the test says. Here, the
+    test says so if `world` is None. `fixture` has the pools; without the package `needs` the test is skipped."""
 
     def decorate(function):
         parameters = list(inspect.signature(function).parameters.values())

@@ -201,12 +201,8 @@ def train_beside(
 ) -> nn.Module:
     """Train `prepare(make())` and `make()` on the same batches; compare losses, gradients and parameters at every step.
 
-    Returns the sharded model.
-
-    Args:
-        tolerance: of gradients, see `close`; of losses and of parameters too, unless those have one of their own.
-        divisor: see `backward_beside`.
-    """
+    Returns the sharded model. `tolerance` of gradients, see `close`, is that of losses and of parameters too, unless
+    those have one of their own. `divisor`: see `backward_beside`."""
     loss_tolerance = tolerance if loss_tolerance is None else loss_tolerance
     parameter_tolerance = tolerance if parameter_tolerance is None else parameter_tolerance
     reference, model = pair(make, prepare)

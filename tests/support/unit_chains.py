@@ -8,6 +8,7 @@ from tests.support.models import normal
 from tests.support.reference import pair, train_beside
 
 WIDTH = 6
+inputs = lambda step, rank: normal(step, rank, 3 + rank, WIDTH)
 
 
 class Part(nn.Module):
@@ -39,10 +40,6 @@ class Chain(nn.Module):
 
 def make_chain(count=3, kind=Part):
     return Chain(*(kind() for _ in range(count)))
-
-
-def inputs(step, rank):
-    return normal(step, rank, 3 + rank, WIDTH)
 
 
 def chain_loss(model, step, rank, **how):
