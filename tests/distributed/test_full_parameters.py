@@ -20,10 +20,7 @@ from tests.support.reference import backward_beside, compiled, full, lm_loss, pa
 from tests.support.time_limits import scaled
 
 SECONDS = scaled(60.0)  # the timeout of what would hang
-
-
-def shard(model):
-    return zcompile.shard(model, short_mesh(SECONDS))
+shard = lambda model: zcompile.shard(model, short_mesh(SECONDS))
 
 
 def with_buffers():

@@ -174,8 +174,7 @@ def train(models, optimizer, steps):
     return [parameter.to_local().detach().clone() for model in models for parameter in model.parameters()]
 
 
-def parameters_of(models):
-    return [parameter for model in models for parameter in model.parameters()]
+parameters_of = lambda models: [parameter for model in models for parameter in model.parameters()]
 
 
 def test_gradients_are_gone_when_hooks_run(rank, world):

@@ -20,6 +20,8 @@ from tests.support.reference import finish_step, same_values
 from tests.support.sharded_ops import check_means, mean_in_order, ops, own_piece, rank_squares_of_reduces, shards
 from zcompile.state.sharded_model import state_of
 
+gather_cached = lambda shard, shape: ops.gather_wait(ops.gather_cached_start(shard, shape, torch.bfloat16))
+
 
 def sharded_parameters():
     """A module with a parameter for each of `SHAPES`, its shards as ops see them, and the whole parameters."""
@@ -351,10 +353,6 @@ def test_what_a_custom_op_reads_on_a_stream_of_its_own_is_not_aliased(rank, worl
     for address, at_once, late in reads:
         assert in_allocator(address)
         assert torch.equal(at_once, late)
-
-
-def gather_cached(shard, shape):
-    return ops.gather_wait(ops.gather_cached_start(shard, shape, torch.bfloat16))
 
 
 def large_shard():

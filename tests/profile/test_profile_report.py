@@ -18,6 +18,7 @@ from zcompile.profile.engines import file_name
 from zcompile.profile.timeline import wire_bytes
 
 OURS = "zcompile:inner=aot_eager"  # Inductor would take most of this module's time
+trained = lambda results: [name for name in results["engines"] if name != "deepcompile"]
 
 
 @pytest.fixture(
@@ -40,10 +41,6 @@ def results(profiled):
 
 def events_of(folder, engine):
     return json.loads(gzip.decompress((folder / f"{file_name(engine)}.trace.json.gz").read_bytes()))["traceEvents"]
-
-
-def trained(results):
-    return [name for name in results["engines"] if name != "deepcompile"]
 
 
 def test_results(results):

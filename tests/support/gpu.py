@@ -19,6 +19,7 @@ needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs
 
 SHAPES = [(5, 3), (2, 7), (1, 5), (333, 77), (), (0, 4), (3000, 4097)]  # odd, fewer rows than ranks, empty, large
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+make_transformer = lambda: Transformer().cuda()
 
 
 class Wide(nn.Module):
@@ -30,10 +31,6 @@ class Wide(nn.Module):
 
     def forward(self, x):
         return x + self.down(F.silu(self.up(x)))
-
-
-def make_transformer():
-    return Transformer().cuda()
 
 
 def compiled_over(transport, model, **options):

@@ -228,12 +228,8 @@ def sequence_parallel() -> nn.Module:
     return zcompile.shard(model, mesh["dp"])
 
 
-def three_blocks() -> nn.Module:
-    return zcompile.shard(Dense(3))
-
-
-def looped() -> nn.Module:
-    return mixtures.sharded(mixtures.MixtureModel(layers=2))
+three_blocks = lambda: zcompile.shard(Dense(3))
+looped = lambda: mixtures.sharded(mixtures.MixtureModel(layers=2))
 
 
 def whole_loss(model: nn.Module, step: int, rank: int, tokens: int = TOKENS) -> torch.Tensor:

@@ -28,14 +28,11 @@ def measured(**changed):
     """What a machine that reaches exactly what the H200's table says would give."""
     same = ("memory_bytes", "grouped_share", "bytes_s", "adam_bytes_s", "kernel_s")
     given = {name: getattr(H200, name) for name in same} | {
-        "device": "NVIDIA H200",
-        "driver": "12080",
-        "torch": torch.__version__,
-        "world": 2,
+        "device": "NVIDIA H200", "driver": "12080", "torch": torch.__version__, "world": 2,
         "matmul_flops_s": (("bfloat16", 740e12), ("int8", 1390e12)),
         "attention_flops_s": (("flash", 306e12), ("efficient", 147e12)),
         "wires": (wire_of(H200.over("nccl", 2), (1 << 20, 16 << 20, 64 << 20), 0.4),),
-    }
+    }  # fmt: skip
     return Calibration(**given | changed)
 
 

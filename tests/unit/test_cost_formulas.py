@@ -33,10 +33,7 @@ MACHINE = replace(MACHINE, grouped_share=0.5, attention_varies=True)
 TINY_BYTES = replace(MACHINE, bytes_s=1e30)  # so that operations decide
 OPERATIONS = replace(TINY_BYTES, kernel_s=0.0)  # and nothing else
 KERNEL_S = 1e-6
-
-
-def meta(*shape, dtype=bf16):
-    return torch.empty(shape, dtype=dtype, device="meta")
+meta = lambda *shape, dtype=bf16: torch.empty(shape, dtype=dtype, device="meta")
 
 
 def call(op, *args, out, hardware: Hardware = MACHINE, modules=None, **kwargs):
@@ -278,11 +275,9 @@ def test_a_triton_kernel_counts_its_tensors_or_what_was_registered(clean_registr
     kwargs = {
         "kernel_idx": kernel_side_table.add_kernel(kernel),
         "constant_args_idx": kernel_side_table.add_constant_args({"n": 4096}),
-        "grid": [(32, 1, 1)],
-        "tma_descriptor_metadata": {},
-        "kwargs": {"x": x, "out": out},
-        "tensors_to_clone": ["out"],
-    }
+        "grid": [(32, 1, 1)], "tma_descriptor_metadata": {},
+        "kwargs": {"x": x, "out": out}, "tensors_to_clone": ["out"],
+    }  # fmt: skip
     op = torch.ops.higher_order.triton_kernel_wrapper_functional
     given, costs = call(op, **kwargs, out={"out": out})
     assert given == pytest.approx(2 * 4096 * 2 / 1e9) and len(costs.without_formula) == 1

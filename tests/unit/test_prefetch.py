@@ -292,8 +292,7 @@ def test_the_bound_of_one_gather_and_one_reduce_is_what_cannot_be_hidden():
     assert simulate(graph, costs).exposed_s == pytest.approx(expected)
 
 
-def explained(traced, plan):
-    return predict_step(traced, plan, 10_000, 1).graphs
+explained = lambda traced, plan: predict_step(traced, plan, 10_000, 1).graphs
 
 
 @pytest.fixture(scope="module")

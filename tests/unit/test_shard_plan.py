@@ -39,8 +39,7 @@ class Experts(nn.Module):
         return sum(expert(x) for expert in self.experts)
 
 
-def model():
-    return nn.Sequential(nn.Linear(4, 4), Experts())
+model = lambda: nn.Sequential(nn.Linear(4, 4), Experts())
 
 
 def plan(model, mesh, placement=ROWS, **options):
