@@ -32,7 +32,7 @@ def test_rows_that_a_matrix_does_not_have_are_refused(rank, world):
         ops.gather_rows(table, [5, 3], torch.float32, torch.tensor([5]))
     with pytest.raises(RuntimeError, match="only a matrix has rows"):
         ops.gather_rows(vector, [8], torch.float32, torch.tensor([0]))
-    with pytest.raises(RuntimeError, match=r"reduce_rows: 'p0' has shape \[5, 3\], asked for \[6, 3\]"):
+    with pytest.raises(RuntimeError, match=r"reduce_rows: 'p0' has shape \[5, 3\], but the op is for shape \[6, 3\]"):
         ops.reduce_rows(torch.ones(1, 3), table, [6, 3], torch.float32, torch.tensor([0]))
 
 

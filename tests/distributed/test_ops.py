@@ -132,12 +132,12 @@ def test_a_wait_for_what_is_not_in_flight_is_an_error(rank, world):
 
 
 def test_what_is_no_shard_or_has_another_shape_or_model_is_refused(rank, world):
-    with pytest.raises(RuntimeError, match="no shard of a model of this process"):
+    with pytest.raises(RuntimeError, match="no shard of a model in this process"):
         ops.gather(torch.zeros(3, 3), [5, 3], torch.float32)
-    with pytest.raises(RuntimeError, match="no shard of a model of this process"):
+    with pytest.raises(RuntimeError, match="no shard of a model in this process"):
         ops.reduce(torch.zeros(5, 3), torch.zeros(3, 3))
     _, (leaf,) = shards(world, (5, 3))
-    with pytest.raises(RuntimeError, match=r"'p0' has shape \[5, 3\], asked for \[3, 5\]"):
+    with pytest.raises(RuntimeError, match=r"'p0' has shape \[5, 3\], but the op is for shape \[3, 5\]"):
         ops.gather(leaf, [3, 5], torch.float32)
     with pytest.raises(RuntimeError, match="gradient of 'p0' has shape"):
         ops.reduce(torch.zeros(4, 3), leaf)
