@@ -10,7 +10,7 @@ namespace zcompile {
 struct ParamState;
 
 // A model's microbatch cache. It keeps unsharded parameters, in the order in which their gathers end, until its budget
-// of bytes is spent. An entry is valid until the version counter of its main parameter changes.
+// of bytes is spent. An entry is valid until the version counter of its sharded parameter changes.
 class MicrobatchCache {
  public:
   bool is_on() const { return is_on_; }

@@ -73,7 +73,7 @@ def _bytes(nodes: Collection[Node]) -> int:
 
 
 def _activations(graph: Graph, shards: Collection[Node]) -> tuple[list[Node], list[Node]]:
-    """Return the nodes of forward that depend on shards and on other inputs, in order, and the results of forward."""
+    """Return (nodes of forward that depend both on a shard and on another input, in order; outputs of forward)."""
     backward = backward_nodes(graph)
     results = [node for node in nodes_in(graph.output_node().args[0]) if node not in backward]
     of_shards = set(shards)

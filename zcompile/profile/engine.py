@@ -103,5 +103,5 @@ class Engine:
         return None
 
     def explain(self, batch: Any) -> Explanation | None:
-        """Return `zcompile.explain` for a microbatch, or None if the engine has no plan. All ranks must call this."""
+        """Return the result of `zcompile.explain` for a microbatch; None if the engine is not zcompile. Collective."""
         return None

@@ -52,7 +52,7 @@ _shared_groups: "weakref.WeakValueDictionary[tuple[Any, ...], dist.ProcessGroup]
 
 
 def _own_group(use: str, ranks: list[int], mesh: DeviceMesh, backend: str | None = None) -> dist.ProcessGroup:
-    """Make or reuse a process group of `ranks` for `use`, with the timeout of `mesh`. A collective call of `ranks`."""
+    """Return a process group of `ranks` for the purpose `use`: an earlier one or a new one. All `ranks` call this."""
     timeout = timeout_of(mesh)
     key = use, tuple(ranks), mesh.device_type, timeout
     group = _shared_groups.get(key)

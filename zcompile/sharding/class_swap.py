@@ -182,8 +182,8 @@ def install_tracing_readers(
     Args:
         param_dtype: the dtype of gathers.
         casts: dtypes to which the module casts its inputs and outputs.
-        single_rank: whether to trace reads as on one rank, which casts parameters and does not gather.
-        seen: id of a parameter -> its leaf (the tensor that a gather reads). Adds the parameters of `module`.
+        single_rank: if True, a read of a parameter is traced as a cast without a gather, as on one rank.
+        seen: id of a parameter -> its leaf (the tensor that a gather reads). This adds the parameters of `module`.
 
     Returns:
         The leaves of `module`, each with the name of the attribute that reads it.
@@ -278,7 +278,7 @@ def _own_forward(base: type[nn.Module]) -> Callable[..., Any]:
     """Return a function outside of torch.nn that calls the forward of `base`, a class of torch.nn.
 
     Why: Dynamo skips functions of torch.nn that eager code calls. So `module.compile()` of an `nn.Linear` would compile
-    nothing, and `torch.compile(module)` would trace `__call__`, which counts forwards and must do so in eager code.
+    nothing. And `torch.compile(module)` would trace the `__call__` of our subclass, which must run in eager.
     """
 
     @functools.wraps(base.forward)

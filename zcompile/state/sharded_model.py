@@ -209,7 +209,7 @@ class ShardedModel:
         self.runtime.limit_cache(self.microbatch_cache_limit())
 
     def enter_forward(self) -> bool:
-        """Check the model. Copy `requires_grad` from each DTensor, where users set it, to the leaf that Dynamo guards.
+        """Raise if the model was edited wrongly. Copy `requires_grad` of DTensors, which users set, to leaves.
 
         Called outside of compiled code, before the outermost forward and before each compiled forward.
 
@@ -278,8 +278,8 @@ class ShardedModel:
                 )
 
     def follow_storage(self, sharded: ShardedParameter) -> bool:
-        """Make a new leaf if the DTensor's storage was exchanged, as `module.to()` and
-        `load_state_dict(assign=True)` do. Return whether it was exchanged."""
+        """If the DTensor's storage was replaced, as by `load_state_dict(assign=True)`, make a new leaf (the tensor over
+        the shard that graphs read). Return whether it was replaced."""
         local = sharded.local()
         if sharded.has_leaf_of(local):
             return False

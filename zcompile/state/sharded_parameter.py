@@ -372,7 +372,7 @@ def _standing_in(sharded: ShardedParameter, method: Any, call: Callable[..., Any
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         sharded = reference()
         if sharded is None:
-            raise RuntimeError(f"zcompile: {name} needs a parameter in model.parameters(); this one's model is gone.")
+            raise RuntimeError(f"zcompile: {name} of a parameter whose model was freed: keep a reference to the model.")
         return call(sharded, *args, **kwargs)
 
     return stand_in

@@ -13,10 +13,10 @@ def stats(model: nn.Module) -> dict[str, Any]:
     Returns:
         gathered_bytes, reduced_bytes: dtype name -> bytes of the unsharded tensors that this rank all-gathered, and of
             the unsharded gradients that it reduce-scattered.
-        replica_bytes: on a 2-D mesh, bytes of gradients that this rank received from its replicas, or from other hosts.
+        replica_bytes: on a 2-D mesh, bytes of gradients received from ranks with the same shards, or from other hosts.
         host_shard_bytes: with `states="global"`, bytes of parameters that this rank received from other hosts.
         gathers, reduces: number of tensors all-gathered, and of gradients reduced. A bucket of five tensors counts 5.
-        domain_bytes: for each mesh that shards parameters, the sum of gathered and reduced bytes. The mesh of
+        domain_bytes: sums of gathered and reduced bytes, one for each mesh that shards parameters. The mesh of
             `zcompile.shard` is the first. Others come in the order of their first parameters.
         peak_unsharded_bytes: peak bytes of unsharded parameters. If compiled code reuses their memory for
             activations, this memory counts until it is freed.

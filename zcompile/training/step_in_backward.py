@@ -49,7 +49,7 @@ class StepInBackward:
     """Updates parameters of one model in backward. Parameters refer to it; it refers to model and optimizer weakly.
 
     Args:
-        mode: the dispatch mode of the optimizer's steps, with an attribute `in_backward`.
+        mode: the dispatch mode that the optimizer steps under (`StepMode`).
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, offload: Offload, mode: Any):

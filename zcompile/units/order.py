@@ -422,7 +422,7 @@ class UnitOrder:
 
     @torch.compiler.disable
     def compare(self) -> None:
-        """Adopt the order of a rank that called all units that any rank called, if there is one. A collective call."""
+        """Let all ranks adopt the order of a rank that has called every unit that was called, if such a rank exists."""
         self.next_comparison = 2 * self.backwards
         records = all_gather_over_mesh(self.mesh, (self.forward.done, self.backward.done))
         called = {event for forward, _ in records for event in forward}

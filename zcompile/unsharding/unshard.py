@@ -203,7 +203,7 @@ def _tell(selected: list[ShardedParameter], problem: str) -> list[tuple[int, str
 
 
 def _agree(selected: list[ShardedParameter], problem: str) -> None:
-    """Raise on all ranks if one rank has a problem, the text of an error."""
+    """Raise on all ranks if one of them passes a `problem`, the text of an error; "" if it has none."""
     for rank, theirs in _tell(selected, problem):
         if theirs:
             raise RuntimeError(f"zcompile.unshard: on rank {rank}, {theirs}.")

@@ -85,7 +85,7 @@ def expected_hits(groups: int, rows: int) -> float:
 
 
 def padded_rows(rows: int, hits: float) -> float:
-    """Return how many rows a kernel computes, in whole tiles, for `rows` rows that are in `hits` groups."""
+    """Return how many rows a grouped kernel computes for `rows` rows in `hits` groups: whole tiles of each group."""
     if not rows or not hits:
         return 0.0
     tile = SMALL_TILE_ROWS if rows <= TILE_ROWS else TILE_ROWS

@@ -64,7 +64,7 @@ def _check(config: DistributedConfig, options: dict[str, Any]) -> None:
     where = "zcompile.integrations.huggingface.distribute:"
     for name in ("fsdp_cpu_offload", "fsdp_mixed_precision", "fsdp_plan"):
         if getattr(config, name):
-            raise ValueError(f"{where} {name} is for FSDP2. Leave it out; param_dtype is an option of distribute.")
+            raise ValueError(f"{where} {name} is for FSDP2: leave it out. For bf16, call distribute(param_dtype=...).")
     if config.pp_size != 1:
         raise ValueError(f"{where} pp_size={config.pp_size}: pipeline parallelism is not supported.")
     for name in ("mesh", "shard_placement_fn", "gradient_divide_factor"):
