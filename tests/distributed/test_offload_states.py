@@ -116,7 +116,7 @@ def stays(case, rank, **how):
 
 
 @pytest.mark.parametrize(
-    "case, reason", [("eager", "in torch.float32,"), slow_case("evaluation", "bfloat16 and"), ("tied", "bfloat16 and")]
+    "case, reason", [("eager", "in torch.float32;"), slow_case("evaluation", "bfloat16 and"), ("tied", "bfloat16 and")]
 )
 def test_bytes_that_stay_on_the_device_are_told(rank, world, case, reason):
     """In one warning, whose remedy moves them, and in the statistics. A tied embedding is also read in float32."""

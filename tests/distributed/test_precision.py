@@ -121,7 +121,7 @@ def test_policies_that_cannot_be_followed_are_refused_by_name(rank, world):
 
     refused(TypeError, "output_dtype must be floating-point", output_dtype=torch.int8)
     refused(TypeError, "must be floating-point", units={Block: MixedPrecisionPolicy(torch.int8)})
-    refused(TypeError, "a MixedPrecision, not torch.bfloat16", units={Block: BF16})
+    refused(TypeError, "MixedPrecision values, not torch.bfloat16", units={Block: BF16})
     refused(ValueError, "no .*Conv2d.*, for which `units` has a policy", units={nn.Conv2d: MixedPrecisionPolicy(BF16)})
     units = {Block: MixedPrecisionPolicy(BF16)}
     refused(ValueError, "'last.weight' is tied to 'blocks.0.linear.weight'", tied, units=units)

@@ -1,6 +1,7 @@
 """`shard(states="global")`: states over all ranks, parameters gathered inside of a host; csrc/runtime/host_shards.h."""
 
 import functools
+import re
 from math import ceil
 
 import pytest
@@ -74,9 +75,9 @@ def test_gradients_are_bitwise_those_of_replicas(rank, world, inner, hosts, how)
 @on_ranks(4)
 def test_ranks_of_all_hosts_plan_alike(rank, world, states):
     model = zcompile.shard(WithLoss(Transformer(), loss_of), **over_hosts(2, world, states))
-    plans = [None] * world
-    dist.all_gather_object(plans, zcompile.explain(model, batch(0, rank)).to_json())
-    assert len(set(plans)) == 1
+    plan = zcompile.explain(model, batch(0, rank)).to_json()  # without bytes of this rank's shards, which are uneven
+    dist.all_gather_object(plans := [None] * world, re.sub(r'"(live|peak)_bytes": \d+', "", plan))
+    assert len(set(plans)) == 1 and '"live_bytes": ' in plan
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

@@ -126,15 +126,17 @@ class Liveness:
     def _run_at_once(self, kernel: list[Node], lives: dict[Storage, tuple[int, int]]) -> None:
         """Let the arguments and the results of a kernel live while it runs, which is once all arguments are made."""
         first, last = (self.position[node] for node in (kernel[0], kernel[-1]))
-        results = {storage for node in kernel for storage in self.storages[node] if storage in lives}
+        # Dictionaries, not sets, whose order differs from rank to rank.
+        results = {storage: storage.maker for node in kernel for storage in self.storages[node] if storage in lives}
         readers: dict[Storage, list[Node]] = {}
         for node in kernel:
-            for storage in self._arguments(node) & lives.keys():
-                readers.setdefault(storage, []).append(node)
-        runs = max([first, *(storage.made for storage in readers.keys() - results)])
+            for storage in self._arguments(node):
+                if storage in lives and storage not in results:
+                    readers.setdefault(storage, []).append(node)
+        runs = max([first, *(storage.made for storage in readers)])
         lives |= {each: (min(lives[each][0], runs), max(lives[each][1], runs)) for each in results}
-        free = {storage: storage.maker for storage in results}  # results that are written over nothing yet
-        for storage in readers.keys() - results:
+        free = dict(results)  # results that are written over nothing yet -> maker
+        for storage in readers:
             if not first <= storage.dies <= last:
                 continue
             of_one = [result for result in free if [free[result]] == readers[storage]]
@@ -152,9 +154,9 @@ class Liveness:
                 continue
             kernel_of[node] = [node]
             size = sum(result_bytes(node))
-            arguments = {each for each in self._arguments(node) if 2 * each.nbytes >= size}
+            arguments = [each for each in self._arguments(node) if 2 * each.nbytes >= size]
             others = {each.maker for each in arguments} | {last_reader.get(each, node) for each in arguments}
-            for other in others & kernel_of.keys():
+            for other in sorted(others & kernel_of.keys(), key=self.position.__getitem__):
                 joined = kernel_of[other]
                 own = kernel_of[node]
                 pairs = [(each, set(own)) for each in joined] + [(each, set(joined)) for each in own]
@@ -166,8 +168,8 @@ class Liveness:
         kernels = {id(kernel): kernel for kernel in kernel_of.values()}
         return [sorted(kernel, key=self.position.__getitem__) for kernel in kernels.values()]
 
-    def _arguments(self, node: Node) -> set[Storage]:
-        return {storage for source in node.all_input_nodes for storage in self.storages[source]}
+    def _arguments(self, node: Node) -> dict[Storage, None]:
+        return dict.fromkeys(storage for source in node.all_input_nodes for storage in self.storages[source])
 
     def _storages_of(self, node: Node, i: int) -> list[Storage]:
         aliased = aliases(node)
