@@ -15,7 +15,7 @@ namespace zcompile {
 
 namespace {
 
-// Most bytes of host shards in one transfer, for all of which the first gather that reads one of them waits.
+// Most bytes of host shards in one transfer. The first gather that reads one of these host shards waits for all.
 constexpr int64_t bucket_bytes = 64 << 20;
 
 int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }

@@ -34,7 +34,7 @@ class Gather:
 
 @dataclass(frozen=True)
 class Rows:
-    """An embedding of which a graph gathers only the rows that a batch reads. `nbytes` is the size of these rows."""
+    """An embedding whose rows are gathered alone, those that a batch reads. `nbytes` is the size of these rows."""
 
     parameter: str
     dtype: str
@@ -60,7 +60,7 @@ class PlannedGraph:
     kind: str  # "forward" or "backward"
     nodes: int
     gathers: tuple[Gather, ...]  # the all-gathers of whole parameters, in the order in which they start
-    # Embeddings of which only rows are gathered, where they are read. Passes do not move these gathers.
+    # Embeddings whose rows alone are gathered, where they are read. Passes do not move these gathers.
     rows: tuple[Rows, ...]
     gathered_bytes: int
     reduced_bytes: int

@@ -1,1 +1,1 @@
-"""Cost formulas: what a call of an op reads, writes and computes. `costs/model.py` adds up the times."""
+"""Cost formulas: the bytes that a call of an op reads and writes, and its compute. `costs/model.py` adds up times."""
