@@ -20,7 +20,7 @@ from zcompile.explanation.command import install_trace_readers
 from zcompile.explanation.trace import copied, trace
 from zcompile.explanation.workloads import Workload
 from zcompile.graph import ops
-from zcompile.graph.liveness import Liveness
+from zcompile.graph.liveness import IS_DONATED, Liveness
 from zcompile.graph.param_lifetimes import ParamLifetimes
 from zcompile.options import Settings
 from zcompile.passes import pipeline
@@ -181,6 +181,30 @@ def test_kernels_write_over_what_they_alone_read_and_hold_the_rest():
         return torch.where(mask.expand(16, 16), x @ w, 0).sum()
 
     assert most_bytes(waits, *sides) == matrix + 4  # the product and its sum, but no mask
+
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.empty(16, 16)) for _ in range(2))
+
+    def forward(self, x, returns):
+        half = (x @ self.first)[:, :8]
+        loss = (half @ self.second[:8]).sum()
+        return (loss, half) if returns else loss
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_saved_half_holds_its_whole_matrix_and_is_donated_unless_the_user_gets_it(returns):
+    torch._dynamo.reset()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        names = install_trace_readers(Workload(model := Halves(), None, None), torch.float32)
+        plan = Settings(save_for_backward_bytes=0).plan(LINK, FREE_BYTES)
+        _, backward = trace(lambda: model(torch.zeros(16, 16), returns), plan, lambda leaf: names.get(id(leaf)))
+    nodes = backward.graph.find_nodes(op="placeholder")
+    assert [node.meta[IS_DONATED] for node in nodes if IS_DONATED in node.meta] == [not returns]
+    gradients = 16 * 8 + 1 if returns else 1
+    assert Liveness(backward.graph).input_bytes(exclude=backward.names) == 4 * (16 * 16 + gradients)
 
 
 TOKENS, EXPERTS, TOP_K, WIDTH = 64, 4, 2, 32

@@ -26,6 +26,7 @@ from zcompile.compiler.inductor import Partition, check_config, compile_inductor
 from zcompile.compiler.memory_limit import Agree, within_limit
 from zcompile.costs.hardware import CPU, Link
 from zcompile.costs.memory import transport_bytes
+from zcompile.graph.liveness import mark_saved
 from zcompile.graph.ops import DOMAINS_OF_MODEL, GATHER, calls, domain_of, user_collective_of
 from zcompile.options import MemoryLimit, Plan, Settings
 from zcompile.passes import pipeline
@@ -224,6 +225,7 @@ def _split(
             joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
         )
     verify_partition(forward, num_fwd_outputs)
+    mark_saved(forward, backward, num_fwd_outputs)
     return forward, backward
 
 

@@ -138,8 +138,7 @@ def _peak_bytes(plan: Plan, joint: GraphModule, limit: MemoryLimit, split: Split
     trial = GraphModule(joint, copy.deepcopy(joint.graph))
     _tag(plan, trial.graph)
     forward, backward = split(plan, trial)
-    saved_bytes = sum(sum(result_bytes(node)) for node in backward.graph.find_nodes(op="placeholder"))
-    saved_bytes -= sum(sum(result_bytes(node)) for node in _shards(backward.graph, limit))
+    saved_bytes = Liveness(backward.graph).input_bytes(exclude=_shards(backward.graph, limit))
     live_bytes = max(_live_bytes(plan, module.graph, limit) for module in (forward, backward))
     # Other graphs of the model are assumed to save as many bytes for each parameter that they read.
     all_bytes = round(saved_bytes / limit.share) if limit.share >= LEAST_SHARE else saved_bytes

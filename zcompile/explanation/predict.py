@@ -148,7 +148,6 @@ def _planned(
     scale = fraction * traced_world / (link.world if keeps_sums else link.state_ranks)
     live = costs.liveness.live_bytes(exclude=shards | hits, scaled=set(calls(graph, *REDUCES)), scale=scale)
     gathers = [start for start in calls(graph, *GATHERS) if start not in hits]
-    inputs = [node for node in graph.find_nodes(op="placeholder") if node not in shards]
     rows = tuple(Rows(*_key(node, names), *result_bytes(node)) for node in calls(graph, GATHER_ROWS))
     most_first = sorted(costs.without_formula.items(), key=lambda item: (-item[1], item[0]))
     return PlannedGraph(
@@ -166,7 +165,7 @@ def _planned(
         unsharded_bytes=max(lifetimes.unsharded_bytes(exclude=hits)),
         bound_bytes=lifetimes.bound_bytes(plan.gather_budget_bytes),
         live_bytes=max(map(add, live, in_flight_bytes(graph, link))),
-        saved_bytes=sum(sum(result_bytes(node)) for node in inputs) if traced.kind == "backward" else 0,
+        saved_bytes=costs.liveness.input_bytes(exclude=shards) if traced.kind == "backward" else 0,
         least_exposed_ms=1e3 * min(least_s, timeline.exposed_s),
         held_by=_held_by(traced, plan, link, timeline, least_s) if cached is None else "",
         without_formula=tuple((name, 1e3 * seconds) for name, seconds in most_first),

@@ -15,7 +15,8 @@ the node there, beside its readers.
 Nodes that fuse and share arguments become one *kernel*, also across segments, unless one depends on another through a
 node that does not fuse. Arguments and results of a kernel live while it runs: when its last argument is made. An
 exception is an argument that only one node of the kernel, and no later node, reads: the node's result is written over
-it if both have the same size.
+it if both have the same size. Inductor writes over an input of a graph only if torch calls it a donated buffer: an
+activation whose memory no input or output of forward and no output of backward has.
 """
 
 import operator
@@ -24,9 +25,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
-from zcompile.graph.ops import args_of, aten, named_args, nodes_in, result_bytes
+from zcompile.costs.unbacked_sizes import size_hint
+from zcompile.graph.ops import SAVED_FOR_BACKWARD, args_of, aten, named_args, nodes_in, result_bytes
+
+# A key in `meta` of backward's inputs that forward computes. The value says whether backward may write over them.
+IS_DONATED = "zcompile_is_donated"
 
 # Ops that are computed inside of each reader, besides those with torch's tag for pointwise ops.
 POINTWISE = {
@@ -93,6 +98,7 @@ class Liveness:
         # Node -> the storages that hold its result. For a result that is never written: those that it is computed from.
         self.storages: dict[Node, list[Storage]] = {}
         self.written: set[Node] = set()  # nodes whose result is written to memory that they make
+        self._inputs: dict[int, list[Storage]] = {}  # saved activations, which may be views of one
         self.segment = _segments(self.nodes) if fused else dict(self.position)
         for i, node in enumerate(self.nodes):
             self.storages[node] = self._storages_of(node, i)
@@ -105,6 +111,11 @@ class Liveness:
         for node in self.nodes:
             if node in self.written:
                 yield from (storage for storage in self.storages[node] if storage.maker is node)
+
+    def input_bytes(self, exclude: Collection[Node] = ()) -> int:
+        """Return the bytes of memory that the inputs of the graph hold, except those in `exclude`."""
+        inputs = (storage for storage in self if storage.maker.op == "placeholder")
+        return sum(storage.nbytes for storage in inputs if storage.maker not in exclude)
 
     def live_bytes(
         self, exclude: Collection[Node] = (), scaled: Collection[Node] = (), scale: float = 1.0
@@ -140,7 +151,8 @@ class Liveness:
             if not first <= storage.dies <= last:
                 continue
             of_one = [result for result in free if [free[result]] == readers[storage]]
-            same_size = [result for result in of_one if result.nbytes == storage.nbytes]
+            is_kept = storage.maker.op == "placeholder" and not storage.maker.meta.get(IS_DONATED)
+            same_size = [result for result in of_one if result.nbytes == storage.nbytes and not is_kept]
             lives[storage] = lives[storage][0], lives[same_size[0]][0] - 1 if same_size else max(storage.dies, runs)
             free = {result: maker for result, maker in free.items() if result not in same_size[:1]}
 
@@ -179,6 +191,12 @@ class Liveness:
                 has_all = len(storages) == len(aliased[0].meta["val"])  # else some items are no tensors
                 return [storages[args_of(node)[1]]] if has_all else storages
             return storages
+        memory = _memory_of(node) if IS_DONATED in node.meta and node.op == "placeholder" else None
+        if memory is not None:
+            if memory._cdata not in self._inputs:
+                self.written.add(node)
+                self._inputs[memory._cdata] = [Storage(node, size_hint(memory.nbytes()), i, i)]
+            return self._inputs[memory._cdata]
         if not self._is_written(node):
             sources = (storage for source in node.all_input_nodes for storage in self.storages[source])
             return list(dict.fromkeys(sources))
@@ -216,6 +234,30 @@ class Liveness:
                     seen.add(reached)
                     pending.append(reached)
         return False
+
+
+def mark_saved(forward: GraphModule, backward: GraphModule, num_outputs: int) -> None:
+    """Mark the inputs of `backward` that `forward` computes. The mark says whether torch makes them donated buffers.
+
+    Args:
+        num_outputs: number of outputs of `forward` before those that are saved for backward.
+    """
+    outputs, gradients = (args_of(graph.graph.output_node())[0] for graph in (forward, backward))
+    of_others = [*forward.graph.find_nodes(op="placeholder"), *outputs[:num_outputs], *gradients]
+    held = {memory._cdata for memory in map(_memory_of, of_others) if memory is not None}
+    computed = {node.name: node for node in nodes_in(outputs[num_outputs:]) if node.op != "placeholder"}
+    for node in backward.graph.find_nodes(op="placeholder"):
+        memory = _memory_of(node)
+        if node.name in computed and memory is not None:
+            is_kept = SAVED_FOR_BACKWARD in computed[node.name].meta or memory._cdata in held
+            node.meta[IS_DONATED] = not is_kept
+
+
+def _memory_of(node: Node | None) -> torch.UntypedStorage | None:
+    """Return the memory of the fake value of `node`. None if the value is no dense tensor."""
+    value = node.meta.get("val") if node is not None else None
+    is_dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return value.untyped_storage() if is_dense else None
 
 
 def fuses(node: Node) -> bool:
