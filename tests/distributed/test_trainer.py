@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 import zcompile
 from tests.support import huggingface as hf
 from tests.support.ranks import slow_case
+from zcompile.state.sharded_model import state_of
 
 
 def arguments(folder, **others):
@@ -46,6 +47,23 @@ def test_trainer_trains_as_fsdp2(rank, world, tmp_path, others):
     ours = begin(f"{tmp_path}/ours", **others)
     ours.train()
     hf.same_history(hf.history(ours), hf.history(theirs), 6, 2)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_arguments_for_fsdp_shard_and_offload(rank, world, tmp_path, bf16):
+    """Bitwise a model that the program shards as FSDP2 would; evaluation, which shards, may come first."""
+    curves, dtype = [], torch.bfloat16 if bf16 else None
+    for asks in (False, True):
+        config = {"fsdp": True, "fsdp_config": {"cpu_offload": True}} if asks else {}
+        trainer = begin(f"{tmp_path}/{asks}", bf16=bf16, optim="adamw_torch_fused", **config)
+        if not asks:
+            zcompile.shard(trainer.model, param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
+        trainer.evaluate()
+        trainer.train()
+        curves.append(hf.history(trainer))
+    hf.same_history(*curves, 6, 2)
+    (offload,) = state_of(trainer.model).offloads
+    assert offload.kind == ("states" if bf16 else "moments") and offload.has_stepped
 
 
 @pytest.mark.slow
@@ -93,7 +111,8 @@ def mean_of_batches(model, batch):
 
 REFUSED = {
     "fp16": {"fp16": True},
-    "fsdp": {"fsdp": True},
+    "'version': 1": {"fsdp": True, "fsdp_config": {"version": 1}},
+    "xla": {"fsdp": True, "fsdp_config": {"xla": True}},
     "auto_find_batch_size": {"auto_find_batch_size": True},
     "torch_compile_backend='inductor'": {"torch_compile": True},
     "save_only_model with load_best_model_at_end": {

@@ -256,8 +256,7 @@ def mark_saved(forward: GraphModule, backward: GraphModule, num_outputs: int) ->
 def _memory_of(node: Node | None) -> torch.UntypedStorage | None:
     """Return the memory of the fake value of `node`. None if the value is no dense tensor."""
     value = node.meta.get("val") if node is not None else None
-    is_dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
-    return value.untyped_storage() if is_dense else None
+    return value.untyped_storage() if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
 
 
 def fuses(node: Node) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, cast
 import accelerate
 import torch
 import torch.distributed as dist
-from accelerate.utils import DistributedType, TorchDynamoPlugin
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -35,7 +35,8 @@ class Accelerator(accelerate.Accelerator):
     backend. A model that the program has sharded by `zcompile.shard` before stays as it is.
     `save_state` writes one shard per rank, which any number of ranks can load.
 
-    `fsdp_plugin` for FSDP2 gives `mixed_precision_policy` to `zcompile.shard`. With its `cpu_offload`, AdamW with
+    `fsdp_plugin` for FSDP2 gives `mixed_precision_policy` to `zcompile.shard`; with `mixed_precision="bf16"` and no
+    policy, all its dtypes are bfloat16, as accelerate sets it for FSDP2. With `cpu_offload`, AdamW with
     `fused=True` keeps its states in host memory: `fuse_optimizer(offload="states")`, or "moments" if the policy has no
     `param_dtype`.
 
@@ -55,31 +56,33 @@ class Accelerator(accelerate.Accelerator):
         dynamo_plugin: TorchDynamoPlugin | None = None,
         **kwargs: Any,
     ) -> None:
-        if (plugin := kwargs.pop("fsdp_plugin", None)) is not None:
-            self._shard_options, self._offload = settings_of(plugin)
+        fsdp_plugin = kwargs.pop("fsdp_plugin", None)
         for name in ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin"):
             if kwargs.get(name) is not None:
                 raise ValueError(
                     f"zcompile: Accelerator shards the model with zcompile, so it takes no {name}. Leave it out."
                 )
         super().__init__(*args, dynamo_plugin=compile_plugin_of(dynamo_plugin, dynamo_backend), **kwargs)
-        self._become_sharded()
-        if plugin is not None:
-            self.state.fsdp_plugin.set_state_dict_type(plugin.state_dict_type.name)
+        self._become_sharded(fsdp_plugin)
 
     @staticmethod
-    def adopt(accelerator: accelerate.Accelerator, plugin: CompilePlugin) -> "Accelerator":
+    def adopt(
+        accelerator: accelerate.Accelerator, plugin: CompilePlugin, fsdp_plugin: FullyShardedDataParallelPlugin | None
+    ) -> "Accelerator":
         """Turn accelerate's `accelerator`, which has prepared nothing yet, into one of this class, and return it."""
         accelerator.__class__ = Accelerator
         adopted = cast(Accelerator, accelerator)
         adopted.state.dynamo_plugin = plugin
-        adopted._become_sharded()
+        adopted._become_sharded(fsdp_plugin)
         return adopted
 
-    def _become_sharded(self) -> None:
+    def _become_sharded(self, fsdp_plugin: FullyShardedDataParallelPlugin | None) -> None:
         refuse_settings(self)
         if not isinstance(getattr(self.state, "fsdp_plugin", None), ShardedPlugin):
             self.state.fsdp_plugin = ShardedPlugin()
+        if fsdp_plugin is not None:
+            self._shard_options, self._offload = settings_of(fsdp_plugin, self.mixed_precision)
+            self.state.fsdp_plugin.set_state_dict_type(fsdp_plugin.state_dict_type.name)
         self._caching: list[ShardedModel] = []
         self._step_hook: Any = None
 
@@ -110,7 +113,7 @@ class Accelerator(accelerate.Accelerator):
         optimizers = [each for each in args if isinstance(each, Optimizer)]
         for each in args:
             if isinstance(each, nn.Module):
-                shard_once(each, optimizers, self._shard_options)
+                self.shard_once(each, optimizers)
         prepared = [
             self._prepare_one(each, first_pass=True, device_placement=place) for each, place in zip(args, places)
         ]
@@ -130,7 +133,7 @@ class Accelerator(accelerate.Accelerator):
         With `evaluation_mode`, this does not shard the model: it stays as it is, whole on each rank or sharded.
         """
         if not evaluation_mode:
-            shard_once(model, (), self._shard_options)
+            self.shard_once(model)
         place = False if is_sharded(model) else device_placement
         prepared: nn.Module = super().prepare_model(model, device_placement=place, evaluation_mode=True)
         return prepared
@@ -204,37 +207,34 @@ class Accelerator(accelerate.Accelerator):
         self._end_caching()
         return super().free_memory(*objects)
 
+    def shard_once(self, model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
+        """Shard `model` if it is not sharded yet, as `fsdp_plugin` says; `optimizers` get the new parameters.
 
-def shard_once(
-    model: nn.Module, optimizers: Iterable[Optimizer] = (), options: Mapping[str, Any] | None = None
-) -> None:
-    """Shard `model` if it is not sharded yet, with `options` of `zcompile.shard`; `optimizers` get the new parameters.
-
-    Raises:
-        ValueError: an optimizer has taken steps with a parameter of `model`.
-        RuntimeError: other code has sharded parameters of `model`; or an error of `zcompile.shard`.
-    """
-    if is_sharded(model):
-        return
-    inner = getattr(model, "_orig_mod", model)
-    names = {id(parameter): name for name, parameter in inner.named_parameters()}
-    foreign = next((name for name, each in inner.named_parameters() if isinstance(each, DTensor)), None)
-    if foreign is not None:
-        raise RuntimeError(
-            f"zcompile: parameter '{foreign}' is a DTensor already (rank {dist.get_rank()}), so other code "
-            "has sharded the model. Pass the model unsharded, or call zcompile.shard(model, mesh) before prepare, "
-            "with the mesh dimensions that the DTensor does not use."
-        )
-    places = _places_in(optimizers, names)
-    held = {name: params[i] for params, i, name in places}
-    for params, i, _ in places:
-        params[i] = torch.empty(0)
-    try:
-        shard(inner, **(options or {}))
-        held = dict(inner.named_parameters())
-    finally:
-        for params, i, name in places:
-            params[i] = held[name]
+        Raises:
+            ValueError: an optimizer has taken steps with a parameter of `model`.
+            RuntimeError: other code has sharded parameters of `model`; or an error of `zcompile.shard`.
+        """
+        if is_sharded(model):
+            return
+        inner = getattr(model, "_orig_mod", model)
+        names = {id(parameter): name for name, parameter in inner.named_parameters()}
+        foreign = next((name for name, each in inner.named_parameters() if isinstance(each, DTensor)), None)
+        if foreign is not None:
+            raise RuntimeError(
+                f"zcompile: parameter '{foreign}' is a DTensor already (rank {dist.get_rank()}), so other code "
+                "has sharded the model. Pass the model unsharded, or call zcompile.shard(model, mesh) before prepare, "
+                "with the mesh dimensions that the DTensor does not use."
+            )
+        places = _places_in(optimizers, names)
+        held = {name: params[i] for params, i, name in places}
+        for params, i, _ in places:
+            params[i] = torch.empty(0)
+        try:
+            shard(inner, **self._shard_options)
+            held = dict(inner.named_parameters())
+        finally:
+            for params, i, name in places:
+                params[i] = held[name]
 
 
 def _places_in(optimizers: Iterable[Optimizer], names: dict[int, str]) -> list[tuple[list[torch.Tensor], int, str]]:

@@ -28,7 +28,7 @@ class ShardedPlugin(FullyShardedDataParallelPlugin):
         )
 
 
-def settings_of(plugin: FullyShardedDataParallelPlugin) -> tuple[dict[str, Any], str | None]:
+def settings_of(plugin: FullyShardedDataParallelPlugin, mixed_precision: str) -> tuple[dict[str, Any], str | None]:
     """Translate accelerate's FSDP2 plugin to the options of `zcompile.shard` and `offload` of `fuse_optimizer`.
 
     Settings of wrapping and prefetching have no effect: zcompile plans gathers itself.
@@ -48,6 +48,8 @@ def settings_of(plugin: FullyShardedDataParallelPlugin) -> tuple[dict[str, Any],
             f"zcompile: Accelerator does not support {', '.join(names)} of fsdp_plugin. Leave it out. For activation "
             "checkpointing, call model.gradient_checkpointing_enable(). For other options, call zcompile.shard first."
         )
+    if mixed_precision != "no":
+        plugin.set_mixed_precision(mixed_precision)  # as accelerate does on GPUs: sets a policy if there is none
     policy = plugin.mixed_precision_policy
     dtypes = "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"
     options = {name: getattr(policy, name) for name in dtypes} if policy is not None else {}

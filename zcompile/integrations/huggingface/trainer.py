@@ -4,10 +4,11 @@ import os
 from typing import TYPE_CHECKING, Any, cast
 
 import transformers
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from transformers.trainer_utils import get_last_checkpoint
 
-from zcompile.integrations.huggingface.accelerator import Accelerator, shard_once
+from zcompile.integrations.huggingface.accelerator import Accelerator
 from zcompile.integrations.huggingface.adapter import BACKEND, CompilePlugin
 
 if TYPE_CHECKING:
@@ -21,25 +22,30 @@ class TrainerMixin(_Base):
 
     The model is sharded when training or evaluation begins. A model that the program has sharded by `zcompile.shard`
     before stays as it is. `TrainingArguments(torch_compile=True, torch_compile_backend="zcompile")` compiles it.
+    With `fsdp`, `fsdp_config` acts as accelerate's `fsdp_plugin` in `Accelerator`: `cpu_offload` keeps the states of
+    AdamW with `optim="adamw_torch_fused"` in host memory.
     Checkpoints hold one shard per rank, which any number of ranks can load, and the unsharded model in Hugging Face's
     format, which rank 0 writes.
 
     Raises:
-        ValueError: arguments ask for FSDP, DeepSpeed, fp16, another compile backend, `auto_find_batch_size`, or
-            `save_only_model` with `load_best_model_at_end`.
+        ValueError: `fsdp_config` is for FSDP1 or XLA, or has a setting that zcompile does not have; or arguments ask
+            for DeepSpeed, fp16, another compile backend, `auto_find_batch_size`, or `save_only_model` with
+            `load_best_model_at_end`.
     """
 
     def create_accelerator_and_postprocess(self) -> None:
         """Run Trainer's method, then replace its accelerator by one that shards."""
         args = self.args
         _refuse_arguments(args)
+        settings, args.fsdp_plugin_args = args.fsdp_plugin_args, None  # else accelerate prepares for FSDP, on GPUs
+        fsdp_plugin = None if settings is None else FullyShardedDataParallelPlugin(**settings)
         plugin = CompilePlugin(args.torch_compile_backend or "no", args.torch_compile_mode)
         backend, args.torch_compile_backend = args.torch_compile_backend, "no"  # accelerate does not know "zcompile"
         try:
             super().create_accelerator_and_postprocess()
         finally:
-            args.torch_compile_backend = backend
-        self.accelerator = Accelerator.adopt(self.accelerator, plugin)
+            args.torch_compile_backend, args.fsdp_plugin_args = backend, settings
+        self.accelerator = Accelerator.adopt(self.accelerator, plugin, fsdp_plugin)
         self.is_fsdp_enabled = True
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +60,7 @@ class TrainerMixin(_Base):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run Trainer's method, after sharding a model that is not sharded yet."""
-        shard_once(cast(nn.Module, self.model))
+        self.accelerator.shard_once(cast(nn.Module, self.model))
         return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -74,8 +80,10 @@ class Trainer(TrainerMixin, transformers.Trainer):
 
 def _refuse_arguments(args: transformers.TrainingArguments) -> None:
     """Raise ValueError for arguments that a sharded model does not support."""
+    of_fsdp = cast(dict[str, Any], args.fsdp_config or {})
     refused = {
-        "fsdp": bool(args.fsdp),
+        "fsdp_config={'xla': True}": bool(of_fsdp.get("xla")),
+        "fsdp_config={'version': 1}": bool(args.fsdp) and of_fsdp.get("version", 2) != 2,
         "deepspeed": bool(args.deepspeed),
         "fp16": args.fp16,
         "fp16_full_eval": args.fp16_full_eval,
