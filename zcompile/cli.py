@@ -134,7 +134,7 @@ def _add_profile_measurement(add: Callable[..., object]) -> None:
     add("--engines", default="zcompile,limit,fsdp2", metavar="NAME[,NAME...]", help=about)
     add("--ranks", type=positive, metavar="N", help="processes (default: one per GPU, or 2 on CPUs)")
     add("--steps", type=positive, default=20, metavar="N", help="timed steps of each repeat, at least 2 (default: 20)")
-    about = "steps before them, in which engines compile; DeepCompile compiles again after five (default: 8)"
+    about = "untimed steps before those, in which engines compile; DeepCompile compiles again after five (default: 8)"
     add("--warmup", type=positive, default=8, metavar="N", help=about)
     add("--repeats", type=positive, default=2, metavar="N", help="runs of each engine, in turns (default: 2)")
     about = "seconds after which a run is ended (default: 600)"
@@ -158,7 +158,7 @@ def _add_explain(options: Parser) -> None:
     about = "dtype of compute and of gathers; main parameters are fp32 (default: bf16)"
     add("--precision", choices=("fp32", "bf16"), default="bf16", help=about)
     add = options.add_argument_group("machine").add_argument
-    about = "numbers of ranks; the plan is that of the first (default: those of --hosts, else 8)"
+    about = "numbers of ranks to predict for; the plan is printed for the first (default: those of --hosts, else 8)"
     add("--ranks", default="", metavar="N[,N...]", help=about)
     about = f"{', '.join(TABLES)}, or a file that `zcompile calibrate --output` wrote (default: h200)"
     add("--hardware", default="h200", metavar="NAME", help=about)
@@ -203,8 +203,8 @@ def _add_calibrate(options: Parser) -> None:
     about = "processes between which transfers are measured (default: one per GPU, or 2 on CPUs)"
     add("--ranks", type=positive, metavar="N", help=about)
     about = (
-        "where to write, for `zcompile explain --hardware FILE` (default: the cache in XDG_CACHE_HOME or ~/.cache, "
-        "where training and `zcompile profile` find it)"
+        "where to write the rates, for `zcompile explain --hardware FILE` (default: the cache in XDG_CACHE_HOME or "
+        "~/.cache, where training and `zcompile profile` find them)"
     )
     add("--output", type=Path, metavar="FILE", help=about)
 
@@ -237,7 +237,7 @@ def _add_precompile(options: Parser) -> None:
     add("--blocks", default="", metavar="PATH[,...]", help=about)
     add("--rank", type=int, metavar="N", help="compile for the position of this rank alone (default: for all ranks)")
     add = options.add_argument_group("sharding of the run, if FUNCTION does not shard").add_argument
-    add("--replicas", type=positive, default=1, metavar="N", help="2 of 8 ranks are a mesh of 2 x 4 (default: 1)")
+    add("--replicas", type=positive, default=1, metavar="N", help="ranks that hold one shard, as in HSDP (default: 1)")
     about = "param_dtype of zcompile.shard (default: that of the parameters)"
     add("--param-dtype", choices=DTYPES, help=about)
     about = "reduce_dtype of zcompile.shard (default: that of the gradients)"
@@ -262,7 +262,7 @@ class Command:
     when: str  # when to use it, in sentences
     example: str  # a whole command
     usage: str = "[options]"  # the required options, and "[options]"
-    packages: tuple[str, ...] = ()  # packages that it needs, from the extra of its name
+    packages: tuple[str, ...] = ()  # packages that it needs, from the pip extra with its name
 
 
 COMMANDS = {
@@ -297,7 +297,7 @@ COMMANDS = {
         _add_precompile,
         "Compile a model into a file, in one process, for all ranks of a training run.",
         "Use it so that a run starts without a compiler: its ranks call zcompile.compile(model, artifact=FILE). "
-        "Nothing is trained. On GPUs, run it on one of the kind that the run has.",
+        "Nothing is trained. For a run on GPUs, call it on a machine with a GPU of the same kind.",
         "zcompile precompile --module train.py:build --mesh dp=4,tp=2 --out model.zc",
         usage="--module FILE.py:FUNCTION (--ranks N | --mesh SIZES) --out FILE [options]",
     ),

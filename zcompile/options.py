@@ -76,7 +76,9 @@ class Plan:
     disabled: tuple[str, ...] = ()  # passes to leave out, of OPTIONAL_PASSES
     costs: tuple[tuple[str, str], ...] = ()  # (op, version) of each cost formula that users registered
     memory_limit: MemoryLimit | None = None
-    recomputed: tuple[int, int] = (0, 1)  # (segments of forward that backward recomputes, i: each i-th cut is saved)
+    # (n, i): backward recomputes the first n segments of forward from their cuts, of which each i-th is saved. See
+    # [Note: segments] in graph/segments.py.
+    recomputed: tuple[int, int] = (0, 1)
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,8 @@ class Settings:
 
     gather_budget_bytes: int | None = None
     """Most bytes of unsharded parameters that live at once in a compiled graph, besides the inputs of the op that reads
-    most of them. A plan starts each gather as late as compute can still hide it, so it seldom reaches this limit. Under
-    a small budget, a parameter that is read again much later is gathered again. Default: a sixteenth of a rank's
+    the most bytes. A plan starts each gather as late as compute can still hide it, so it seldom reaches this limit.
+    Under a small budget, a parameter that is read again much later is gathered again. Default: a sixteenth of a rank's
     memory. A rank's memory is the total memory of its GPU (for CPU ranks, of the host) divided by the number of ranks
     that share it; the least of all ranks counts, rounded down to a power of two. Free memory is not used, because it
     differs from run to run: plans would differ too, and not be found in caches."""
@@ -115,8 +117,8 @@ class Settings:
     are the parameters that forward reads last. Default: in a graph that computes the loss, the bytes of the largest
     parameter and an eighth more, because backward begins with these parameters, when no compute can hide their gathers
     yet. The default is 0 in other graphs, and in graphs that are compiled inside of hooks for saved tensors, such as
-    `torch.autograd.graph.save_on_cpu`. If a value is given, "p2p" keeps memory for the other ranks' pieces of each
-    saved parameter."""
+    `torch.autograd.graph.save_on_cpu`. If a value is given, "p2p" has saved parameters in memory of its own, which
+    it keeps after backward, so peak memory may rise."""
 
     rematerialize: bool = True
     """Recompute the results of pointwise kernels, such as the output of a norm that a matmul reads, in backward, from
