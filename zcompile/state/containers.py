@@ -25,7 +25,7 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], container: Any) 
 def _map_leaf(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # one that torch's pytree does not know
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # a dataclass that torch's pytree does not know
         old = {each.name: getattr(value, each.name) for each in dataclasses.fields(value) if each.init}
         new = {name: map_tensors(change, each) for name, each in old.items()}
         return value if all(new[name] is old[name] for name in old) else dataclasses.replace(value, **new)

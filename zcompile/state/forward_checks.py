@@ -28,7 +28,7 @@ class UnreducedParameters:
         self.watched: set[int] = set()  # ids of parameters
 
     def count_forward(self) -> None:
-        """Called before each outermost forward."""
+        """Count an outermost forward that begins. Call `watch` before those whose number is a power of two."""
         if self.warned or not torch.is_grad_enabled():
             return
         self.forwards += 1
@@ -59,9 +59,9 @@ class UnreducedParameters:
         self.warned = True
         names = ", ".join(f"'{name}'" for name in self.find())
         warnings.warn(
-            f"zcompile: gradients of {names} are not reduced (rank {dist.get_rank()}), so ranks drift apart: passed in "
-            "ignored_params, or added after zcompile.shard. Add modules before zcompile.shard, or average these "
-            "gradients over the ranks yourself.",
+            f"zcompile: gradients of {names} are not reduced (rank {dist.get_rank()}), so ranks drift apart. These "
+            "parameters were passed in ignored_params, or added after zcompile.shard. Add modules before "
+            "zcompile.shard, or average these gradients over the ranks yourself.",
             stacklevel=2,
         )
 

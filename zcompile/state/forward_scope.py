@@ -41,7 +41,7 @@ class _Thread(threading.local):
     models: tuple[ShardedModel, ...] = ()  # of the outermost forward, and of other models' forwards inside it
     is_eager = False  # inside of `call_eagerly`
     looks_again = False  # whether the next call of a module looks for replaced parameters
-    announced_depth = -1  # with this many forwards, `announce` is called with each module that begins another one
+    announced_depth = -1  # inside of so many forwards, `announce` is called with each module that begins another one
     announce: Callable[[Any], None]
 
 
@@ -116,7 +116,7 @@ def with_around(around: Callable[[Any, Any, Any, Any], Any], call: Callable[...,
 @torch.compiler.disable
 def _enter(*states: ShardedModel) -> bool:
     """Prepare `states` for an outermost or compiled forward. Return whether this forward must run in eager."""
-    return sum(state.enter_forward() for state in states) > 0  # of all: each lets its leaves follow
+    return sum(state.enter_forward() for state in states) > 0  # a sum, not any(): all states must be prepared
 
 
 @never_compiled_alone

@@ -50,8 +50,8 @@ def has_hooks(parameter: torch.Tensor) -> bool:
 
 
 def part_held_by(parameter: Any) -> torch.Tensor:
-    """Return the local tensor if `parameter` is a DTensor, else `parameter` itself. Not by `to_local()`, because that
-    returns a view, which may lack attributes that hooks need."""
+    """Return the local tensor if `parameter` is a DTensor, else `parameter` itself. Does not call `to_local()`, because
+    the view that it returns may lack attributes that hooks need."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
@@ -139,7 +139,7 @@ class GatherExtension(abc.ABC):
 
     def __init__(self) -> None:
         self.known: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[int]] = {}  # shapes and dtypes -> indices
-        self.indices: list[int] = []  # of the last components, in the runtime
+        self.indices: list[int] = []  # indices in the runtime of the components that were made last
         self.gathered: list[torch.Tensor] = []  # components of all ranks, from which the unsharded parameter is made
         self.inner: list[torch.Tensor] = []  # other tensors with memory of the unsharded parameter
 

@@ -24,5 +24,5 @@ class Microbatches:
 
     @property
     def adds_up(self) -> bool:
-        """Whether the runtime sums gradients until the end of the `with` block, while `.grad` holds ones."""
+        """Whether the runtime sums gradients until the `with` block ends, and `.grad` holds ones; see `defer_grad`."""
         return self.accumulates and self.deferred in (Deferred.REDUCES, Deferred.HOSTS)

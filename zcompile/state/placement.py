@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from zcompile.options import TRAINABLE
 from zcompile.state.gather_extension import check_hooks, padded_shard, subclass_of
 
-MOST_INNER = 2  # placements that a DTensor may have before zcompile shards it
+MOST_INNER = 2  # most placements that a DTensor may have before zcompile shards it
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def check_mesh(mesh: DeviceMesh) -> None:
             "(replicate x shard), e.g. a slice of yours: mesh['replicate', 'shard']."
         )
     if mesh.get_coordinate() is None:
-        raise ValueError(f"zcompile.shard: rank {dist.get_rank()} is not in the mesh {mesh}.")
+        raise ValueError(f"zcompile.shard: rank {dist.get_rank()} is not in {mesh}. Call it on ranks of the mesh only.")
 
 
 def placements_of(
@@ -149,9 +149,12 @@ def inner_over(key: Hashable, placements: tuple[Any, ...], shape: torch.Size, st
 
 
 def remembered_mesh(key: Hashable) -> DeviceMesh:
-    """Raises RuntimeError if no model of this process reads DTensors over a mesh with this `key`."""
+    """Return the mesh with this `key`. Raises RuntimeError if no model of this process reads DTensors over it."""
     if key not in _meshes:
-        raise RuntimeError(f"it has a DTensor over the mesh {key}, which is no mesh of the model's parameters.")
+        raise RuntimeError(
+            f"compiled code has a DTensor over the mesh {key}, over which modules read no parameter. "
+            "Redistribute this DTensor to the mesh of a parameter, or compile without an artifact."
+        )
     return _meshes[key]
 
 
@@ -293,7 +296,7 @@ def check_placement(name: str, parameter: nn.Parameter, placement: Placement, me
         return refused
     if not isinstance(parameter, DTensor):
         if placement.local:
-            return ValueError(f"{where} is no DTensor, so Placement(local=True) has no meaning for it.")
+            return ValueError(f"{where} is no DTensor, so Placement(local=True) has no meaning. Leave local out.")
         return _check_dim(where, parameter.shape, dim, size)
     inner, placements = parameter.device_mesh, parameter.placements
     if set(inner.mesh_dim_names or ()) & set(mesh.mesh_dim_names or ()) or not inner.mesh_dim_names:
@@ -308,7 +311,7 @@ def check_placement(name: str, parameter: nn.Parameter, placement: Placement, me
             f"{where} is a DTensor over {inner.mesh_dim_names}. Pass zcompile.shard a mesh of the same root that has "
             "named dimensions, such as mesh=world_mesh['dp']."
         )
-    # Not the root: of equal meshes, torch gives a DTensor the one that was made first.
+    # Compares ranks and not root meshes: of equal meshes, torch gives a DTensor the one that was made first.
     if mesh._flatten_rank_map != inner._flatten_rank_map:
         return RuntimeError(
             f"{where} is a DTensor over {inner.mesh_dim_names}, a slice of a mesh with other ranks than that of "
@@ -325,11 +328,13 @@ def _check_dim(where: str, shape: torch.Size, dim: int, size: int) -> Exception 
     if dim == 0:
         return None
     if dim >= len(shape):
-        return ValueError(f"{where} has shape {tuple(shape)}, and no dimension {dim} to be sharded along.")
+        return ValueError(
+            f"{where} of shape {tuple(shape)} has no dimension {dim}. Return another from shard_placement_fn."
+        )
     if shape[dim] % size:
         return ValueError(
-            f"{where} has shape {tuple(shape)}: dimension {dim} does not divide by {size} ranks. Dimensions other than "
-            "the first must; return Shard(0) for it."
+            f"{where} has shape {tuple(shape)}: dimension {dim} does not divide by {size} ranks, as every dimension "
+            "but the first must. Let shard_placement_fn return Shard(0) for this parameter."
         )
     return None
 

@@ -89,7 +89,7 @@ class ShardedModel:
         self.over_hosts = mesh_of_states is not None  # see [Note: host shards] in csrc/runtime/host_shards.h
         self.mesh_of_states = mesh if mesh_of_states is None else mesh_of_states
         self.machine = machine
-        self.are_units = has_units  # a backward may reduce these several times, and deliver in another order
+        self.are_units = has_units  # if so, a backward may reduce a gradient twice, and deliver in another order
         self.groups = groups_of(mesh, has_units)
         self.runtime = self.groups.make_runtime(native_reduce=native_reduce, domain=domain, divisor=divisor)
         if self.over_hosts:
@@ -209,9 +209,10 @@ class ShardedModel:
         self.runtime.limit_cache(self.microbatch_cache_limit())
 
     def enter_forward(self) -> bool:
-        """Raise if the model was edited wrongly. Copy `requires_grad` of DTensors, which users set, to leaves.
+        """Check the model before a forward. Copy `requires_grad` of DTensors, which users set, to leaves.
 
-        Called outside of compiled code, before the outermost forward and before each compiled forward.
+        Called outside of compiled code, before the outermost forward and before each compiled forward. Raises
+        RuntimeError if the program has changed experts, `.data` or all-gather hooks in a way that gives wrong results.
 
         Returns:
             Whether the forward must run in eager, because a module has, or will have, another tensor in place of a
@@ -315,8 +316,8 @@ def state_of(model: nn.Module) -> ShardedModel:
     found = [module.__dict__[STATE] for module in model.modules() if STATE in module.__dict__]
     if not found:
         raise RuntimeError(
-            "this model has no sharded parameter: call zcompile.shard(model) first. A DeepSpeed engine with zcompile "
-            "in its config is sharded when it first runs, unless a warning says that it trains in eager ZeRO-3."
+            "zcompile: this model has no sharded parameter: call zcompile.shard(model) first. A DeepSpeed engine with "
+            "zcompile in its config is sharded when it first runs, unless a warning says that it uses eager ZeRO-3."
         )
     state: ShardedModel = next((each for each in found if each.units is not None), found[0])
     return state

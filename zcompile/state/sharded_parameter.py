@@ -113,7 +113,7 @@ class ShardedParameter:
         return local.untyped_storage().data_ptr() == self.leaf.untyped_storage().data_ptr() and local.numel() > 0
 
     def make_leaf(self, local: torch.Tensor) -> nn.Parameter:
-        """Make a leaf over `local`. Raises RuntimeError if this was a tensor subclass, and is now of another class."""
+        """Make a leaf over `local`. Raises RuntimeError if the parameter's tensor subclass has changed."""
         if (hooks := self.of_subclass) is not None:
             local = part_held_by(self.parameter)
             if type(local) is not type(hooks.local):
@@ -252,7 +252,7 @@ class ShardedParameter:
 
     def take_unreduced(self) -> torch.Tensor | None:
         """Return and clear the sum of this rank's deferred gradients; None if there are none."""
-        rest = self.state.runtime.take_unreduced(self.index)  # in the runtime still if the parameter was frozen since
+        rest = self.state.runtime.take_unreduced(self.index)  # if the parameter was frozen since: its hook took none
         self.drop_if_zeroed()
         total, self.unreduced = self.unreduced, None
         if total is None or rest is None:
@@ -260,7 +260,7 @@ class ShardedParameter:
         return total.add_(rest)
 
     def add_to_earlier(self, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Autograd prehook: add a gradient of the DTensor itself to `earlier_grad`: `.grad` is a factor now."""
+        """Autograd prehook: add a gradient of the DTensor itself to `earlier_grad`, because `.grad` is a factor now."""
         self.drop_if_zeroed()
         if not self.has_deferred:
             return grads
@@ -302,7 +302,7 @@ class ShardedParameter:
     def let_reduce_begin_anew(self) -> None:
         """Undo `let_reduce_add_to`: the next reduce begins with zero."""
         if self.state.microbatches.accumulates:
-            self.state.runtime.accumulate_onto(self.index, torch.empty(0))  # which nothing holds
+            self.state.runtime.accumulate_onto(self.index, torch.empty(0))  # freed at once, so no reduce adds to it
 
     def add_grad(self, accumulated: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
         """Return the sum of `accumulated`, the gradient of earlier microbatches, and `grad`, the result of a reduce.

@@ -47,7 +47,7 @@ def choose(wanted: str, mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) 
     collectives = "nccl" if mesh.device_type == "cuda" else "gloo"
     if wanted == collectives:
         return Choice(wanted, "asked for")
-    obstacle = "the other ranks do not exist" if is_fake(mesh) else _obstacle_to_p2p(mesh)
+    obstacle = "torch's backend 'fake' moves no data" if is_fake(mesh) else _obstacle_to_p2p(mesh)
     if wanted == "auto":
         return Choice(collectives, obstacle) if obstacle else _faster(mesh, make_runtime)
     if wanted == "p2p" and not obstacle:
@@ -80,7 +80,7 @@ def _obstacle_to_p2p(mesh: DeviceMesh) -> str:
         obstacle = "ranks share a GPU"
     elif len(set(namespaces)) > 1:
         obstacle = (
-            "the ranks are in containers that do not share a network and processes, as sockets that share memory need"
+            "the ranks are in containers that do not share a network and PID namespace, so they cannot share memory"
         )
     elif unreachable:
         obstacle = f"the GPU of rank {dist.get_rank()} cannot access GPU {unreachable[0]}"
