@@ -94,7 +94,7 @@ class ShardedModel:
         self.runtime = self.groups.make_runtime(native_reduce=native_reduce, domain=domain, divisor=divisor)
         if self.over_hosts:
             self.runtime.spread_over_hosts()
-        has_others = bool(self.runtime.order_digests()) and not is_fake(mesh)  # replicas too
+        has_others = bool(self.runtime.order_digests()) and not is_fake(mesh)  # shards or replicas
         self.order_check: OrderCheck | None = None
         self.program_check: Agreement | None = None  # compares compiled programs among the ranks that share shards
         if has_others:

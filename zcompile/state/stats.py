@@ -37,7 +37,7 @@ def stats(model: nn.Module) -> dict[str, Any]:
     state = state_of(model)
     counted = state.runtime.stats()
     domain_bytes = [counted["own_bytes"], *(0 for _ in state.others)]
-    for other in models_of(state)[1:]:  # these share all other counts
+    for other in models_of(state)[1:]:  # their runtimes share all other counts
         own = other.runtime.stats()
         counted["transport_bytes"] += own["transport_bytes"]
         domain_bytes[other.domain] += own["own_bytes"]

@@ -107,7 +107,7 @@ def _faster(mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) -> Choice:
         times = all_gather_object(group, times)[0]
     if failed := next(filter(None, all_gather_over_mesh(mesh, failure)), ""):
         if dist.get_rank() == 0:
-            log.warning("zcompile: NCCL moves parameters and gradients, which takes time from compute: %s", failed)
+            log.warning("zcompile: NCCL moves parameters and gradients, and its kernels slow compute, as %s", failed)
         return Choice("nccl", failed)
     if measured and group.rank() == 0:
         _write_cache(key, times)
@@ -186,7 +186,7 @@ def _are_times(times: Any) -> bool:
 def _write_cache(key: str, times: dict[str, float]) -> None:
     file = _cache_file()
     if file is None:
-        log.warning("zcompile: the measured transports are not kept: there is no home directory. Set XDG_CACHE_HOME.")
+        log.warning("zcompile: each start measures transports: no home directory to keep times in. Set XDG_CACHE_HOME.")
         return
     try:
         write(file, json.dumps(_read_cache() | {key: times}, indent=1).encode())
