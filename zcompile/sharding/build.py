@@ -70,7 +70,7 @@ def build(model: nn.Module, plan: ShardPlan, state: ShardedModel, progress: Prog
 def _check_padding(parameters: Iterable[ShardedParameter], progress: Progress) -> None:
     """Raise if the hook `fsdp_pre_all_gather` of a tensor subclass does not pad this rank's shard to the common size.
 
-    It adds the tensors that hooks return to the runtime, so call it after the last parameter has been added there.
+    Call it after the last parameter was added: it adds tensors of hooks to the runtime, where parameters come first.
     """
     for sharded in parameters:
         if (hooks := sharded.of_subclass) is not None and sharded.shape[0] % sharded.state.groups.world:

@@ -289,7 +289,7 @@ def _own_forward(base: type[nn.Module]) -> Callable[..., Any]:
 
 
 class _Unregistered:
-    """First base of each class that `_sharded_class` makes. Its `__init_subclass__` runs in place of a user's."""
+    """First base of each class from `_sharded_class`: no `__init_subclass__` of a user runs, which may register it."""
 
     def __init_subclass__(cls) -> None:
         pass
@@ -320,7 +320,7 @@ def _pickled_class(made: type) -> tuple[Callable[..., type], tuple[Any, ...]]:
 def _property(name: str, layout: Layout, kind: Kind) -> property:
     """Return the property that reads parameter `name`: unsharded inside of a forward, else the DTensor.
 
-    The setter raises. It is called if code has removed `name` from `_parameters`, as `torch.nn.utils.weight_norm` does.
+    The setter raises. An assignment calls it only if code has removed `name` from `_parameters`, as weight norm does.
     On a single rank, the leaf is the whole parameter, so a read only casts. With `kind.has_narrow`, the leaf may be in
     host memory: a read gathers in the leaf's dtype and then casts. So gradients of several reads add up in the leaf's
     dtype, as without offload. The pass `narrow_gathers` later makes the gather return the dtype of the cast.
@@ -357,7 +357,7 @@ def _is_gathered_alone(module: Any, name: str) -> bool:
     """Whether a read of parameter `name` by eager code in a forward must gather this parameter alone.
 
     If possible, gathers the parameter's whole block (parameter group) and returns False. This is not possible if the
-    parameter belongs to a unit that is not being called, or if the block has a replaced or `zcompile.unshard`ed one.
+    parameter belongs to a unit that is not being called, or if a tensor replaces a parameter of the block.
     """
     is_sharded = module.__dict__[TABLE][name] is module.__dict__[SHARDED + name].parameter
     return is_sharded and is_in_forward() and not open_for_read(module)
@@ -428,7 +428,7 @@ def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> Non
 
 
 def _delattr(self: Any, name: str) -> None:
-    """`nn.Module.__delattr__`. Raises for a sharded parameter: code that deletes it would read another tensor there."""
+    """`nn.Module.__delattr__`. Raises for a sharded parameter: code deletes one to put another tensor there."""
     if (sharded := self.__dict__.get(SHARDED + name)) is not None:
         raise RuntimeError(replaced_message(sharded.name))
     super(type(self), self).__delattr__(name)

@@ -74,7 +74,7 @@ class TracedTable:
         return self.own.values()
 
     def items(self) -> Any:
-        """Return the parameters without a gather: modules that contain the model find tied ones by identity."""
+        """Return the parameters without a gather: a module around the model finds its tied parameters by identity."""
         return self.own.items()
 
 
@@ -119,7 +119,7 @@ def _table(self: Any) -> Any:
 
 @never_compiled_alone
 def is_open(module: Any) -> bool:
-    """Whether `module` has unsharded parameters. Outside of forwards, first frees those that a failed backward left."""
+    """Whether `module` has unsharded parameters. Outside of forwards, first frees any from a failed backward."""
     if getattr(module, IS_OPEN, False) and not is_in_forward():
         module.__dict__[IN_UNIT].order.abandon_if_raised()
     return bool(getattr(module, IS_OPEN, False))
