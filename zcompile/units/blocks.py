@@ -91,9 +91,9 @@ class BlockOrder(UnitOrder):
 
     @torch.compiler.disable
     def read(self, unit: Unit) -> None:
-        """Gather block `unit`, because eager code reads a parameter of it, until the outermost forward ends.
+        """Unshard block `unit` until the outermost forward ends, because eager code reads a parameter of it.
 
-        The next forward does not prefetch this gather. So if ranks read different blocks, they raise an error.
+        No forward prefetches this gather. So a rank that does not read the block issues none, and all ranks raise.
         """
         unit.follow_requires_grad()
         if unit.is_here:
@@ -218,7 +218,7 @@ def _end(unit: Unit, begun: _BlockCall | None, result: Any) -> Any:
 def _leave(unit: Unit, begun: _BlockCall | None) -> None:
     """Reshard the block after a forward, also if it raised."""
     unit.in_forward, unit.call = False, None
-    if begun is None or not in_backward():  # else a checkpoint recomputed this forward, and backward reads next
+    if begun is None or not in_backward():  # else a checkpoint recomputed this forward for a backward that runs now
         keep = torch._C._are_functorch_transforms_active()
         keep |= begun is not None and (unit.is_root or not begun.has_result)
         unit.close(keep)

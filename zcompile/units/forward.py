@@ -81,7 +81,7 @@ class UnitCall:
         for each in tensors_in(given):
             self.given[id(each)] = each._version  # an id is unique while forward runs: its caller holds the tensor
             if each.requires_grad and not each.is_leaf:  # a leaf would keep the hook for all later backwards
-                each.register_hook(hook_calling(weakref.WeakMethod(self.end_backward)))  # users may hold the tensor
+                each.register_hook(hook_calling(weakref.WeakMethod(self.end_backward)))  # weak: users may keep it
 
 
 def hook_calling(method: Callable[[], Callable[[], None] | None]) -> Callable[[torch.Tensor], None]:
@@ -124,7 +124,7 @@ class _Exit(torch.autograd.Function):
     def forward(ctx: Any, call: UnitCall, entry: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
-        # A checkpoint recomputes up to the tensor that was saved last: on all ranks this one, after all experts.
+        # A checkpoint recomputes until the last saved tensor: on all ranks `entry`, so all of them run the whole unit.
         ctx.save_for_backward(entry)
         return tuple(tensor.detach() for tensor in tensors)  # no views, which torch would not let callers write to
 
@@ -198,7 +198,7 @@ def _leave(module: Any, call: UnitCall | None) -> None:
     """Reshard the unit after its forward, also if it raised."""
     unit: Unit = module.__dict__[UNIT]
     unit.in_forward, unit.call = False, None
-    if call is None or not in_backward():  # else a checkpoint recomputed this forward, and backward reads next
+    if call is None or not in_backward():  # else a checkpoint recomputed this forward for a backward that runs now
         unit.close(keep=torch._C._are_functorch_transforms_active() or (call is not None and not call.has_result))
 
 
@@ -241,7 +241,7 @@ def _watch(unit: Unit, result: Any) -> None:
                 call.begin_with_gradient_of(value)
 
 
-@torch._dynamo.disable(recursive=False, reason="what it calls is a unit: see zcompile.shard")
+@torch._dynamo.disable(recursive=False, reason="it calls a unit, whose gathers run in eager: see zcompile.shard")
 def call_parent(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
     """Run `call(module, *args, **kwargs)`, the forward of a module that calls units.
 

@@ -258,7 +258,7 @@ class UnitOrder:
                 self.start_reduce(unit, unit.leaves())
 
     def end_round(self) -> None:
-        """End the backward of one forward, of several in this call of autograd: issue its remaining collectives."""
+        """End the backward of one forward: issue its remaining collectives. One call of autograd may run several."""
         self.make_up(self.backward, len(self.backward.events))
         self.backward.at = 0
         self.rounds -= 1

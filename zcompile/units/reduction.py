@@ -52,7 +52,7 @@ class Reduction:
         self.wires = []
 
     def deliver_used(self) -> bool:
-        """Add gradients to `.grad` of the parameters that this rank used. Return whether `deliver_rest` has any left.
+        """Add gradients to `.grad` of parameters that this rank used. Return whether any are left for `deliver_rest`.
 
         If a parameter has users' hooks, all are left: hooks may issue collectives, so all ranks need the same order.
         """

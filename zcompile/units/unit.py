@@ -142,7 +142,7 @@ class Unit:
         return _Extended(weakref.ref(self.sharded[positions[0]].state), positions)
 
     def follow_parameters(self) -> None:
-        """Close with the DTensors that users see now: `load_state_dict(assign=True)` exchanges them."""
+        """From now on, reshard to the DTensors that users see now: `load_state_dict(assign=True)` exchanges them."""
         self.closed = self._by_name([each.parameter for each in self.sharded])
 
     def _by_name(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, nn.Parameter]]:
@@ -178,7 +178,7 @@ class Unit:
         return _Group(domain, dtype, positions, sizes, [len(shape) for shape in shapes])
 
     def _domain(self, positions: list[int]) -> _Domain:
-        """Return the `_Domain` of the parameters at `positions`. Its runtime gets a parameter for the flags of use."""
+        """Return the `_Domain` of the parameters at `positions`. Add a parameter for flags of use to its runtime."""
         model, count = self.sharded[positions[0]].state, len(self.sharded)
         use = torch.zeros(count, device=self.anchor.device)
         model.runtime.add(
@@ -210,7 +210,7 @@ class Unit:
         return self.is_kept and self.is_filled
 
     def needs_gather(self) -> bool:
-        """Whether all ranks must gather it before they read it."""
+        """Whether all ranks must gather the unit before one reads its parameters."""
         return not self.is_here and not self.is_whole()
 
     @property
@@ -404,7 +404,7 @@ class Unit:
                 given = [self._gathered_grad(i, grads[i], world) for i in trained]
                 own = [used[i] and each.layout.domain == number for i, each in enumerate(self.sharded)]
                 for i in trained:
-                    if not used[i]:  # its result may be dropped, and with it the gradients of earlier microbatches
+                    if not used[i]:  # its reduced zeros may be dropped, so they must not contain earlier gradients
                         self.sharded[i].let_reduce_begin_anew()
                 with self._own_transfer():
                     wires = [self._zeros(i) if wire is None else wire for i, wire in zip(trained, given)]
