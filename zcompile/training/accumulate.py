@@ -51,7 +51,7 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
     if state.microbatches.accumulates:  # an enclosing `accumulate` does the work
         if reduce not in ("each", state.microbatches.reduce):
             raise ValueError(
-                f"zcompile: accumulate({reduce=}) inside of accumulate({state.microbatches.reduce!r}): pass the same."
+                f"zcompile: accumulate({reduce=}) inside of accumulate({state.microbatches.reduce!r}): pass one value."
             )
         yield
         return

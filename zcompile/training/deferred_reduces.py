@@ -18,7 +18,7 @@ from zcompile.state.microbatches import Deferred
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.state.sharded_parameter import ShardedParameter
 
-BUCKET_BYTES = 64 << 20  # of shards that are summed over replicas by one collective
+BUCKET_BYTES = 64 << 20  # most bytes of shards that one collective sums over replicas
 
 
 class Deferral:
@@ -182,7 +182,7 @@ def _sum_over_replicas(state: ShardedModel) -> None:
 
 
 def _summed(flat: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, int]:
-    """Return the sum of `flat` over replicas, and the bytes this rank got. Of 3 or more replicas, each sums a part."""
+    """Return the sum of `flat` over replicas, and the bytes this rank got. Each of 3 or more replicas sums a part."""
     count = group.size()
     if count <= 2:
         return _sum(_over_replicas(flat, group)), (count - 1) * flat.nbytes

@@ -135,7 +135,7 @@ def fuse_optimizer(
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError unless the fused kernels of transports can compute the step of `optimizer`."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        raise ValueError(f"zcompile.fuse_optimizer takes torch.optim.Adam and AdamW, not {type(optimizer).__name__}.")
+        raise ValueError(f"zcompile.fuse_optimizer takes Adam and AdamW. Do not fuse {type(optimizer).__name__}.")
     for group in optimizer.param_groups:
         if not group["fused"] or group["amsgrad"] or group["maximize"] or isinstance(group["lr"], torch.Tensor):
             raise ValueError(
@@ -180,7 +180,7 @@ class StepMode(TorchDispatchMode):
         super().__init__()
         self.reference = weakref.ref(state)  # an optimizer must not hold a model
         self.offload = offload
-        self.refreshes_cache = False  # whether the transport's kernel has, in some step
+        self.refreshes_cache = False  # whether the transport's kernel has written its copies in some step
         self.in_backward = False  # whether a step in backward runs, which leaves the cache of the transport alone
 
     @property
@@ -254,7 +254,7 @@ class StepMode(TorchDispatchMode):
         plain = _is_plain(func, kwargs) and not self.in_backward
         if plain and state.runtime.fused_adam_step(indices, needed, **settings):
             self.refreshes_cache = True
-            # Now, not after the step: a gradient may lie in the cache's memory, and a hook could write to it.
+            # Now, not after the step: copies may lie in a gradient's memory, to which a hook of the step could write.
             for item in done:
                 parameters[item].grad = None
             return

@@ -13,7 +13,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def are_alike(specs: list[Any]) -> bool:
-    """Whether all `specs` have the same mesh and placements. False if one of them is None, that of a plain tensor.
+    """Whether all `specs` have the same mesh and placements. False if one of them is None, as for a plain tensor.
 
     This runs for each parameter in each step, so it first compares specs and meshes by identity, which is fast.
     """

@@ -1,8 +1,8 @@
 """Hooks around the steps of optimizers that hold sharded parameters.
 
 Before a step, ranks compare the collectives that they have started (order_check.py). Two kinds of steps are not
-checked. A parameter's hook may take a step inside of a backward; ranks may be at different places of it, and so have
-started different collectives. A step that `torch.compile` compiled calls no optimizer hooks.
+checked. A parameter's hook may take a step inside of a backward: ranks may be at different places of this backward, and
+so have started different collectives. A step that `torch.compile` compiled calls no optimizer hooks.
 
 Each step is counted in the log of collectives, because all ranks must take the step between the same two collectives;
 see csrc/transport/order_log.h.

@@ -7,7 +7,7 @@ So with `fuse_optimizer(step_in_backward=True)`, backward updates a parameter af
 their sum, and a reduced gradient needs the sums of all ranks.
 
 Parameters are collected until their states fill several groups of [Note: streamed steps] in offload.py. All ranks
-collect the same parameters, because a norm of the gradients that backward leaves is a collective. Then torch's own step
+collect the same ones, because a program may call `clip_grad_norm_`, a collective, on the rest. Then torch's own step
 runs for these parameters alone, on a second stream, which waits for the gradients. Backward's stream does not wait for
 the second stream; `optimizer.step()` does. The memory of a gradient is not freed before the second stream has read it,
 since a later gradient of this backward could be written there.
@@ -58,9 +58,9 @@ class StepInBackward:
         self.pending_bytes = 0  # of their states on an average rank, so that all ranks step the same parameters
         self.stepped: dict[Any, str] = {}  # parameters that have been stepped since the last `finish` -> names
         self.settings: list[dict[str, Any]] = []  # of each parameter group, as these steps have read them
-        self.gradients: deque[tuple[Any, list[torch.Tensor]]] = deque()  # a mark that is passed when they were read
+        self.gradients: deque[tuple[Any, list[torch.Tensor]]] = deque()  # (mark of their last read, gradients)
         self.seen: tuple[str, torch.Tensor, torch.Tensor] | None = None  # (name, elements of a gradient, their copy)
-        self.changed: tuple[str, torch.Tensor, Any] | None = None  # (name, on the host: whether, mark of its copy)
+        self.changed: tuple[str, torch.Tensor, Any] | None = None  # (name, on the host: if changed, mark of this copy)
         state = offload.model()
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for sharded in (each for model in models_of(state) for each in model.parameters.values()) if state else ():
