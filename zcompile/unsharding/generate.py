@@ -29,7 +29,7 @@ from zcompile.unsharding.unshard import sharded_parameters_in
 gather_group_start = torch.ops.zcompile.gather_group_start.default
 gather_wait = torch.ops.zcompile.gather_wait.default
 
-# Numbers that ranks exchange before a forward; that of a module is _FIRST_MODULE or more.
+# Numbers that ranks exchange before a forward: the rank's state, or its module (_FOREIGN: not of this model).
 _FAILED, _DONE, _DONE_WITHOUT_FORWARD, _FOREIGN, _FIRST_MODULE = range(5)
 
 Recording = list[tuple[list[int], torch.dtype]]  # of each transfer: indices of its parameters, and the dtype
@@ -137,7 +137,7 @@ class Generation:
         return said
 
     def check(self, said: list[int]) -> None:
-        """Raise on all ranks if one raised, if ranks call different modules, or if one finished that others need."""
+        """Raise on all ranks if one raised, if they call different modules, or if others need one that has finished."""
         if _FAILED in said:
             raise RuntimeError(
                 f"zcompile: rank {said.index(_FAILED)} of the mesh raised inside of generate(), which ends generate() "

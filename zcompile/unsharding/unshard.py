@@ -133,7 +133,7 @@ def _check_entry(selected: list[ShardedParameter], writeback: bool) -> None:
                 "or expert parallelism. Take parameter.full_tensor() instead."
             )
         if sharded.is_whole:
-            raise RuntimeError(f"zcompile.unshard: {where} is whole already: an outer block has unsharded it.")
+            raise RuntimeError(f"zcompile.unshard: {where} is whole already: use it in the outer block.")
         if writeback and (hooks := sharded.of_subclass) is not None:
             raise RuntimeError(
                 f"zcompile.unshard: {where} is a {name_of(type(hooks.local))}, whose unsharded form has "
