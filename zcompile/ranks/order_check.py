@@ -27,10 +27,10 @@ from zcompile import _C
 from zcompile.ranks.order_watch import MOST_NAMED, REMEDY, Marks, base_store, by_text, first_difference, last_of
 
 _ABSENT = torch.iinfo(torch.int64).min
-_PERIOD_S = 1.0  # how often a rank that waits checks whether a difference was found elsewhere
+_PERIOD_S = 1.0  # how often a rank that waits checks whether another rank has found a difference
 _PATIENCE_S = 5.0  # how long a rank that found a difference waits for the logs of all ranks
 _UNCHANGED = (
-    "No parameter was changed, except on ranks that had started none since their previous step: they took this step."
+    "No parameter was changed, except on ranks that started no collective since their last step: they took this one."
 )
 
 # Number of the next check over each group; models over the same ranks share a group.
@@ -207,7 +207,7 @@ class OrderCheck:
         self.leave_if_told(number)
         return RuntimeError(
             f"zcompile: rank {self.rank} waited at an optimizer's step for the other ranks, and not all came: a rank "
-            "stopped, or does not step. All ranks must step alike. No parameter was changed since the step before. The "
+            "stopped, or does not step. All ranks must take the same steps. Parameters are as after the last step. The "
             f"last gather or reduce that rank {self.rank} started is {last_of(self.runtime.order())}. {reason}"
         )
 
@@ -228,6 +228,6 @@ def difference_in(logs: Sequence[Sequence[int]], said: Mapping[int, Mapping[str,
         return f"{begin}, and their logs do not tell which. {_UNCHANGED} {REMEDY}"
     last = {rank: last_of(marks) for rank in said for marks in said[rank].values() if marks}
     return (
-        f"{begin}. The last is {by_text(last)}. Ranks {', '.join(map(str, silent[:MOST_NAMED]))} had started none "
-        f"since their step before, and have not come to their next step. {_UNCHANGED} {REMEDY}"
+        f"{begin}. The last of other ranks is {by_text(last)}. Ranks {', '.join(map(str, silent[:MOST_NAMED]))} had "
+        f"started no collective since their previous step, and have not come to their next. {_UNCHANGED} {REMEDY}"
     )

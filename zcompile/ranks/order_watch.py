@@ -42,7 +42,7 @@ _watches: dict[str, "OrderWatch"] = {}  # name of the gather group -> its watch
 def watch_order(runtime: _C.Model, groups: Groups, timeout_s: float) -> Callable[[int], int]:
     """Watch the collectives of `runtime`. All models over one process group share a thread, until all are freed.
 
-    The result tells how many collectives a rank has started; of another rank, how many it last published.
+    Returns a function of a rank: how many collectives it has started; for another rank, as it last published.
     """
     watch = _watches.get(groups.gather)
     # A group may have the name of one that was closed before it was made.
@@ -99,14 +99,14 @@ class OrderWatch:
             del runtime
 
     def lost_rank(self, runtime: _C.Model) -> str:
-        """The text of the error if NCCL failed, else ""."""
+        """Return the text of the error if NCCL failed, else ""."""
         reason = runtime.nccl_failure()
         if not reason:
             return ""
         return (
             f"zcompile: rank {self.rank} can no longer gather and reduce, as {reason}: a rank ended, stopped, or did "
             f"not come. The last collective that rank {self.rank} started is {last_of(runtime.order())}; the last that "
-            f"rank {self.other} published is {last_of(self.theirs)}."
+            f"rank {self.other} published is {last_of(self.theirs)}. Look for the first error of the other ranks."
         )
 
     def compare(self, runtime: _C.Model) -> str:

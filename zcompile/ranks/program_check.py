@@ -31,7 +31,7 @@ class Agreement:
     It uses no collective, because a rank that runs another program may never call it. A program is compared before its
     first run, so later steps cost nothing, and ranks may compile at different times. A rank may also compile alone, for
     a branch or a sequence length that other ranks do not have, while they run earlier programs. It goes on when each
-    other rank has started more collectives than it has; order_watch.py then checks that their collectives match.
+    other rank has started more collectives than it has, so is past this place; order_watch.py then compares them.
 
     Checks are numbered by rounds. If a check finds a difference, each rank raises in its next check of that round, and
     goes on to the next round. So no check reads entries of the store from before a difference.
@@ -53,7 +53,7 @@ class Agreement:
         self.round = 0
 
     def check(self, lines: Sequence[Line]) -> None:
-        """Wait until each rank has reached the program that `lines` describe, or has started more collectives.
+        """Wait until each other rank has reached the program of `lines`, or has started more collectives than this one.
 
         Raises:
             RuntimeError: another rank waits with a different program: both ranks raise, with the first line that
@@ -71,13 +71,14 @@ class Agreement:
                 self._fail(self.store.get(f"{self.round}/failed").decode())
             for rank in missing:
                 theirs = self._waiting_program(rank, key)
-                # Meanwhile, `rank` may have reached the program, or started more collectives.
+                # Meanwhile, `rank` may have reached the program, or started more collectives than this rank.
                 if theirs is not None and not self._has_come(rank, key, position):
                     self._fail(self._difference(list(map(str, lines)), rank, theirs))
             if time.monotonic() > deadline:
                 self._fail(
                     f"zcompile: rank {self.rank} has waited {self.timeout_s:.0f} s for rank {missing[0]} to come to a "
-                    f"graph that begins with: {lines[0]}. All ranks must run the same graphs within the timeout."
+                    f"graph that begins with: {lines[0]}. All ranks must run the same graphs. If that rank still "
+                    "compiles, pass a longer timeout to init_process_group."
                 )
             time.sleep(0.02)
         self.store.set(f"{self.round}/waiting/{self.rank}", "null")
