@@ -69,7 +69,7 @@ def check_hooks(name: str, parameter: torch.Tensor, mesh: DeviceMesh, dim: int) 
     count = len(inspect.signature(getattr(part, PRE)).parameters)
     if count not in (1, 5):
         return TypeError(
-            f"{where}, whose {PRE} takes {count} arguments. FSDP2 calls it with (mesh), or with (mesh, outer_size, "
+            f"{where}, whose {PRE} takes {count} arguments. Give it those of FSDP2: (mesh), or (mesh, outer_size, "
             "outer_stride, module, mp_policy)."
         )
     if part.ndim == 0 or dim != 0:

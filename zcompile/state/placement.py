@@ -318,7 +318,7 @@ def check_placement(name: str, parameter: nn.Parameter, placement: Placement, me
             f"{mesh.mesh_dim_names}. Slice both from one init_device_mesh."
         )
     if len(placements) > MOST_INNER:
-        return ValueError(f"{where} has {len(placements)} placements already; at most {MOST_INNER} are supported.")
+        return ValueError(f"{where} has {len(placements)} placements. Use at most {MOST_INNER} before zcompile.shard.")
     if any(each.is_partial() for each in placements):
         return ValueError(f"{where} has the placements {placements}. Redistribute it: a partial sum has no shards.")
     return _check_dim(where, part_of(parameter.detach()).shape, dim, size)
@@ -340,7 +340,7 @@ def _check_dim(where: str, shape: torch.Size, dim: int, size: int) -> Exception 
 
 
 def is_spread(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> bool:
-    """Whether `parameter` is sharded otherwise than by rows over `mesh`."""
+    """Whether `parameter` is a DTensor already, or is sharded otherwise than by rows over `mesh`."""
     return placement.mesh not in (None, mesh) or placement.shard.dim > 0 or isinstance(parameter, DTensor)
 
 

@@ -159,7 +159,7 @@ class ShardedModel:
         self.wanted_transport, self.transport = wanted, choice
         for other in models_of(self)[1:]:
             other.use_transport(wanted)
-        # Peer to peer, no check is needed: the signals for which ranks wait tell if programs differ.
+        # Peer to peer, no check is needed: reduces are tagged, so ranks that run different programs raise, not hang.
         self.agreement = self.program_check if choice.transport != "p2p" else None
         log.info("zcompile: transport %s: %s", *choice)
 
