@@ -54,7 +54,7 @@ class Kind:
     casts: Casts = (None, None)
     single_rank: bool = False  # nothing is sharded, so a read only casts
     has_narrow: bool = False  # on a single rank: main parameters may lie in host memory, so a read gathers
-    in_unit: bool = False  # inside of a unit, also without parameters
+    in_unit: bool = False  # inside of a unit, or of a block that is not the root block
     is_unit: bool = False
     is_block: bool = False
     is_extended: bool = False  # a block that eager code gathers by extensions, such as hooks of tensor subclasses

@@ -23,7 +23,7 @@ def read_given(module: nn.Module, name: str) -> torch.Tensor | None:
     """
     sharded: ShardedParameter = module.__dict__[SHARDED + name]
     given: Any = module._parameters[name]
-    if given is None:  # as transformers does with the bias of a rowwise layer, which it adds itself
+    if given is None:  # transformers replaces a rowwise layer's bias by None, and adds the bias itself
         return None
     if sharded.is_whole and isinstance(given, torch.Tensor) and given.shape == sharded.parameter.shape:
         unsharded = given

@@ -96,7 +96,7 @@ def traced_members(base: type[nn.Module], has_sharded: bool, others: Others) -> 
     members: dict[str, Any] = {}
     for method in (_named_parameters, _parameters, _get_parameter):
         name = method.__name__[1:]
-        if getattr(base, name) is getattr(nn.Module, name):  # a user's own is traced as it is
+        if getattr(base, name) is getattr(nn.Module, name):  # a user's override is traced as it is
             members[name] = never_compiled_alone(method)
     if has_sharded:
         members["_parameters"] = property(never_compiled_alone(_table), _set_table)

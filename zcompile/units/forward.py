@@ -71,7 +71,7 @@ class UnitCall:
         if self.is_in_backward:
             self.is_in_backward = False
             self.unit.calls_in_backward -= 1
-            self.unit.close(keep=self.creates_graph)  # the graph of gradients reads parameters, too
+            self.unit.close(keep=self.creates_graph)  # the graph that create_graph=True makes reads parameters, too
 
     def end_with_gradients_of(self, given: Any) -> None:
         """Call `end_backward` when a tensor in `given`, forward's arguments, gets its gradient.

@@ -126,7 +126,7 @@ class UnitOrder:
         self.undecided: list[Reduction] = []  # complete, with parameters that maybe only other ranks used
         self.backwards, self.next_comparison = 0, 1
 
-    # --- what modules and autograd call ------------------------------------------------------------------------------
+    # --- calls by modules and autograd -------------------------------------------------------------------------------
 
     @torch.compiler.disable
     def enter_root(self) -> None:
@@ -265,7 +265,7 @@ class UnitOrder:
 
     def start_gather(self, events: EventList, position: int) -> list[torch.Tensor]:
         gathered = events.ahead.pop(position, None)
-        if events.ahead:  # of a forward that did not finish
+        if events.ahead:  # gathered by a forward that did not finish
             self.drop_ahead(events)
         return self.units[events.events[position][1]].start_gather() if gathered is None else gathered
 

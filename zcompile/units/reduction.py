@@ -23,7 +23,7 @@ class Reduction:
     used: list[bool] = field(default_factory=list)  # for each of `trained`: whether this rank used it
     started: list[torch.Tensor] = field(default_factory=list)  # for each of `trained`: the reduced shard
     counts: list[torch.Tensor] = field(default_factory=list)  # of each domain: number of ranks that used each parameter
-    wires: list[torch.Tensor] = field(default_factory=list, repr=False)  # sources of the transfers, until the wait
+    wires: list[torch.Tensor] = field(default_factory=list, repr=False)  # that transfers read; kept until the wait
     rest: list[int] = field(default_factory=list)  # indices in `trained` that `deliver_used` did not deliver
 
     def add(
@@ -70,7 +70,7 @@ def deliver_rest(reductions: Sequence[Reduction]) -> None:
         return
     # Each domain counts the uses of its own parameters alone.
     counts = torch.cat([torch.stack(reduction.counts).sum(0) for reduction in reductions]).tolist()
-    sums: dict[tuple[int, int], tuple[ShardedParameter, torch.Tensor]] = {}  # by unit and position, in one order
+    sums: dict[tuple[int, int], tuple[ShardedParameter, torch.Tensor]] = {}  # by unit and position
     unused: list[ShardedParameter] = []
     begin = 0
     for reduction in reductions:
