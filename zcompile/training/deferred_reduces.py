@@ -214,7 +214,7 @@ def _local_grad(sharded: ShardedParameter) -> torch.Tensor:
     parameter: Any = sharded.parameter
     if parameter.grad is None:
         local = sharded.local()
-        zeros = torch.zeros(local.shape, dtype=local.dtype, device=local.device)  # also for a tensor subclass
+        zeros = torch.zeros(local.shape, dtype=local.dtype, device=local.device)  # plain, also for a subclass
         parameter.grad = DTensor(zeros, parameter._spec, requires_grad=False)
     return parameter.grad._local_tensor
 

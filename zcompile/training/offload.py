@@ -112,8 +112,8 @@ class Offload:
         self.has_stepped = False
         self.in_backward = False  # whether parameters are stepped in backward; see step_in_backward.py
         self.copied_out: Any = None  # an event (see `HostLink.mark`); None if all moments are in host memory
-        self.in_flight: set[int] = set()  # ids of parameters whose moments may not be there yet
-        self.offloads: list[Offload] = getattr(optimizer.state, "offloads", [])  # the optimizer's, one a model
+        self.in_flight: set[int] = set()  # ids of parameters whose moments may not be in host memory yet
+        self.offloads: list[Offload] = getattr(optimizer.state, "offloads", [])  # one for each model
         self.offloads.append(self)
         optimizer.register_load_state_dict_pre_hook(self._keep_on_host)
         optimizer.register_load_state_dict_post_hook(self._finish_load)

@@ -60,7 +60,7 @@ class StepInBackward:
         self.settings: list[dict[str, Any]] = []  # of each parameter group, as these steps have read them
         self.gradients: deque[tuple[Any, list[torch.Tensor]]] = deque()  # (mark of their last read, gradients)
         self.seen: tuple[str, torch.Tensor, torch.Tensor] | None = None  # (name, elements of a gradient, their copy)
-        self.changed: tuple[str, torch.Tensor, Any] | None = None  # (name, on the host: if changed, mark of this copy)
+        self.changed: tuple[str, torch.Tensor, Any] | None = None  # (name, flag on the host, mark of the flag's copy)
         state = offload.model()
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for sharded in (each for model in models_of(state) for each in model.parameters.values()) if state else ():
@@ -136,7 +136,7 @@ class StepInBackward:
         self.stepped |= pending
         gradients = [local_of(parameter.grad) for parameter in pending]
         with link.aside(), torch.no_grad(), _restricted(optimizer, pending), self.mode.stepping_in_backward():
-            # Without the hooks of a step, which `optimizer.step()` calls once.
+            # Call no hooks of a step here: `optimizer.step()` calls them once.
             inspect.unwrap(type(optimizer).step)(optimizer)
             self.gradients.append((link.mark(Queue.COMPUTE), gradients))
         for parameter in pending:

@@ -160,7 +160,7 @@ def _gather(sharded: ShardedParameter) -> nn.Parameter:
         layout = sharded.layout
         gathered = torch.ops.zcompile.gather.default(leaf, list(layout.shape), leaf.dtype, layout.domain)
         unsharded = layout.as_read(gathered).data
-        if unsharded.untyped_storage().nbytes() != unsharded.nbytes:  # padded: torch.save would save that, too
+        if unsharded.untyped_storage().nbytes() != unsharded.nbytes:  # padded: torch.save would save the padding
             unsharded = unsharded.clone()
     whole = nn.Parameter(unsharded, requires_grad=False)
 
