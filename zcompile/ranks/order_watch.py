@@ -29,7 +29,7 @@ Marks = list[tuple[int, int, str]]  # number, hash and text of collectives
 PERIOD_S = 1.0
 CLOSE_S = 10.0  # longest wait for the thread when the interpreter exits
 RECENT = 64  # a log has the names of this many of its last collectives
-MOST_NAMED = 8  # ranks, and texts, that an error lists
+MOST_NAMED = 8  # most ranks, and texts, that an error lists
 REMEDY = (
     "All ranks must read the same parameters in the same order, in forward and in backward. If a module reads others "
     "on each rank, as a loop over experts does, make it a unit: zcompile.shard(model, units=[TheModule]), or "
@@ -63,7 +63,7 @@ class OrderWatch:
         self.runtimes = weakref.WeakSet([runtime])
         self.lock, self.stop, self.ended = threading.Lock(), threading.Event(), False
         self.other = (self.rank - 1) % groups.world
-        self.theirs: Marks = []  # the log that this rank last published
+        self.theirs: Marks = []  # the log that rank `other` last published
         self.has_store = True
         self.thread = threading.Thread(target=self.run, name="zcompile order", daemon=True)
         self.thread.start()
@@ -177,7 +177,7 @@ def first_difference(said: Mapping[int, Marks]) -> str:
     """Describe the first collective in which the logs of ranks differ. Return "" if no difference is known."""
     known = {rank: {number: (value, text) for number, value, text in marks} for rank, marks in said.items()}
     last = {rank: marks[-1][0] if marks else 0 for rank, marks in said.items()}
-    alike = 0  # number up to which all are known to have started the same
+    alike = 0  # number up to which all ranks are known to have started the same
     for number in sorted({number for marks in known.values() for number in marks}):
         values = {marks[number][0] for marks in known.values() if number in marks}
         if len(values) == 1 and number <= min(last.values()):
