@@ -76,7 +76,7 @@ class Plan:
     disabled: tuple[str, ...] = ()  # passes to leave out, of OPTIONAL_PASSES
     costs: tuple[tuple[str, str], ...] = ()  # (op, version) of each cost formula that users registered
     memory_limit: MemoryLimit | None = None
-    # (n, i): backward recomputes the first n segments (graph/segments.py) of forward from their cuts; each i-th is saved
+    # (n, i): backward recomputes forward's first n segments (graph/segments.py) from their cuts; each i-th is saved
     recomputed: tuple[int, int] = (0, 1)
 
 

@@ -60,7 +60,7 @@ class ShardedParameter:
     def leaf(self) -> nn.Parameter:
         """The plain tensor over this rank's shard that graphs and ops read."""
         leaf = self.leaf_reference()
-        assert leaf is not None, f"'{self.name}' was read after its modules were freed"
+        assert leaf is not None, f"zcompile: '{self.name}' was read after its modules were freed: keep the model"
         return leaf
 
     @property

@@ -57,7 +57,7 @@ class StepInBackward:
         self.pending: dict[Any, str] = {}  # parameters with a gradient that no step has taken yet -> names
         self.pending_bytes = 0  # of their states on an average rank, so that all ranks step the same parameters
         self.stepped: dict[Any, str] = {}  # parameters that have been stepped since the last `finish` -> names
-        self.settings: list[dict[str, Any]] = []  # of each parameter group, as these steps have read them
+        self.settings: list[dict[str, Any]] = []  # of each parameter group, as read by steps in backward
         self.gradients: deque[tuple[Any, list[torch.Tensor]]] = deque()  # (mark of their last read, gradients)
         self.seen: tuple[str, torch.Tensor, torch.Tensor] | None = None  # (name, elements of a gradient, their copy)
         self.changed: tuple[str, torch.Tensor, Any] | None = None  # (name, flag on the host, mark of the flag's copy)

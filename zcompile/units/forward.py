@@ -61,8 +61,8 @@ class UnitCall:
         if self.was_split and unit.state.microbatches.accumulates:
             raise RuntimeError(
                 "zcompile: a split backward (of inputs alone, with its graph kept, as in a zero-bubble pipeline) needs "
-                f"parameter '{unit.sharded[0].name}' unsharded, but zcompile.accumulate had no memory to keep it on "
-                f"rank {dist.get_rank()}. Run backwards of inputs and parameters together, or use more ranks."
+                f"parameter '{unit.sharded[0].name}' unsharded, but it did not fit into the option microbatch_cache_bytes "
+                f"(rank {dist.get_rank()}). Raise the option, use more ranks, or run both backwards together."
             )
 
     @torch.compiler.disable

@@ -445,7 +445,7 @@ class Unit:
 
 def _alive(model: "weakref.ref[ShardedModel]") -> ShardedModel:
     state = model()
-    assert state is not None, "a unit was called after its model was freed"
+    assert state is not None, "zcompile: a unit was called after its model was freed: keep a reference to the model"
     return state
 
 
