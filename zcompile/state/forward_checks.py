@@ -17,8 +17,8 @@ class UnreducedParameters:
     """Warns once if the model trains parameters whose gradients zcompile does not reduce, so that ranks drift apart.
 
     Such parameters were in `ignored_params`, or the program added them after `zcompile.shard`. The warning comes when
-    the first of these gradients has been computed. torch reports no added parameter. So this class searches the model
-    before its forwards 1, 2, 4, 8 and so on (with grad mode), which costs about a microsecond per parameter and search.
+    the first of these gradients has been computed. torch does not report added parameters. So this class searches the
+    model before its forwards 1, 2, 4, 8 and so on (with grad mode): about a microsecond per parameter and search.
     """
 
     def __init__(self, model: nn.Module):

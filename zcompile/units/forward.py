@@ -61,8 +61,8 @@ class UnitCall:
         if self.was_split and unit.state.microbatches.accumulates:
             raise RuntimeError(
                 "zcompile: a split backward (of inputs alone, with its graph kept, as in a zero-bubble pipeline) needs "
-                f"parameter '{unit.sharded[0].name}' unsharded, but it did not fit into the option microbatch_cache_bytes "
-                f"(rank {dist.get_rank()}). Raise the option, use more ranks, or run both backwards together."
+                f"parameter '{unit.sharded[0].name}' unsharded, but it did not fit into microbatch_cache_bytes (rank "
+                f"{dist.get_rank()}). Raise this option, use more ranks, or run both backwards together."
             )
 
     @torch.compiler.disable
@@ -126,7 +126,7 @@ class _Exit(torch.autograd.Function):
         ctx.call = call
         # A checkpoint recomputes until the last saved tensor: on all ranks `entry`, so all of them run the whole unit.
         ctx.save_for_backward(entry)
-        return tuple(tensor.detach() for tensor in tensors)  # no views, which torch would not let callers write to
+        return tuple(tensor.detach() for tensor in tensors)  # not views, to which torch forbids callers to write
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -226,7 +226,7 @@ class UnitOrder:
         return self.in_root if events is self.forward else self.rounds > 0
 
     def come_to(self, events: EventList, event: Event) -> int | None:
-        """Return the index of `event` in `events`, or None. If the whole model runs, first issue skipped collectives."""
+        """Return the index of `event` in `events`, or None. If the whole model runs, make up earlier events first."""
         whole = self.is_whole(events)
         position = events.find(event, events.at)
         if whole and position is None and self.rounds > 1 and events is self.backward:
