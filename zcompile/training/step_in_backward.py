@@ -73,7 +73,7 @@ class StepInBackward:
         The optimizer's first step, and a parameter's first step, allocate host memory: `optimizer.step()` does them.
 
         Raises:
-            RuntimeError: the parameter was stepped before, and `optimizer.step()` was not called since.
+            RuntimeError: it got a gradient before, and perhaps a step, and `optimizer.step()` was not called since.
         """
         optimizer, parameter = self.optimizer(), cast(Any, sharded.parameter)
         if optimizer is None or not self.offload.has_stepped or parameter not in optimizer.state:
@@ -146,15 +146,15 @@ class StepInBackward:
 
     def _refuse_second(self, name: str) -> None:
         self._refuse(
-            f"Parameter '{name}' got a second gradient before optimizer.step(), after a step with the first. Run one "
+            f"Parameter '{name}' got a second gradient, and the first may have updated it already. Run one "
             "backward for each optimizer.step(), or several inside of `with zcompile.accumulate(model):`, and no unit "
             "(see zcompile.shard) twice in a forward"
         )
 
     def _refuse(self, reason: str) -> None:
         raise RuntimeError(
-            f"zcompile.fuse_optimizer(step_in_backward=True) has updated parameters wrongly on rank {dist.get_rank()}: "
-            f"load a checkpoint. {reason}; or leave step_in_backward out."
+            f"zcompile.fuse_optimizer(step_in_backward=True) may have updated parameters wrongly on rank "
+            f"{dist.get_rank()}: load a checkpoint. {reason}; or leave step_in_backward out."
         )
 
 
