@@ -110,7 +110,7 @@ class OrderWatch:
         )
 
     def compare(self, runtime: _C.Model) -> str:
-        """Publish this rank's log, and compare it. Return the text of an error that some rank has found, or ""."""
+        """Publish this rank's log, and compare it with the previous rank's. Return an error of any rank, or ""."""
         mine = runtime.order()
         if not mine or not self.has_store:
             return ""

@@ -77,7 +77,7 @@ def order_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def meeting_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The gloo group of the barriers of `mesh`; see host_barrier.py."""
+    """Return the gloo group of the barriers of `mesh`; see host_barrier.py."""
     return _own_group("meeting", mesh.mesh.flatten().tolist(), mesh, "gloo")
 
 
@@ -108,7 +108,7 @@ class Groups:
 def groups_of(mesh: DeviceMesh, for_units: bool = False) -> Groups:
     """Make the process groups for a new model over `mesh`; a collective call.
 
-    `for_units`: whether for units, whose gathers and reduces share one group; see [Note: order of units].
+    `for_units`: whether the model is of units, whose gathers and reduces share one group; see [Note: order of units].
     """
     gather = reduce = shard_group = shard_group_of(mesh)
     replicas = mesh.get_group(0) if mesh.ndim == 2 else None

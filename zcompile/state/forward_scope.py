@@ -167,7 +167,7 @@ def counting_call(
     def call_root(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return __call__(self, *args, **kwargs)
-        if _thread.forwards == _thread.announced_depth:  # first, because it may raise
+        if _thread.forwards == _thread.announced_depth:  # first, because `announce` may raise
             _thread.announce(self)
         if not _is_outermost(self):
             return __call__(self, *args, **kwargs)

@@ -205,7 +205,7 @@ class StepMode(TorchDispatchMode):
         if func not in (ADAM, ADAMW) or state is None:
             return func(*args, **kwargs)
         parameters = args[0]
-        # A tensor subclass has its own implementations of the ops of a step.
+        # Without tensor subclasses, which implement the ops of a step themselves.
         plain = [sharded for sharded in state.parameters.values() if sharded.of_subclass is None]
         index_of = {id(sharded.parameter): sharded.index for sharded in plain}
         ours = [i for i, parameter in enumerate(parameters) if id(parameter) in index_of]

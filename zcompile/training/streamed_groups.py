@@ -33,7 +33,7 @@ class Piece:
         return self.end - self.begin == self.numel
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the piece's elements of `tensor`. No view if whole: transports count the tensors over a gradient."""
+        """Return the piece's elements of `tensor`; all: `tensor`, as a view would also hold a gradient's memory."""
         return tensor if self.is_whole else tensor.reshape(-1)[self.begin : self.end]
 
     def in_buffer(self, buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

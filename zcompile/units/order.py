@@ -363,7 +363,7 @@ class UnitOrder:
         self.backward.at, self.callback = 0, None
         if self.begun_rounds == 1:
             self.backwards += 1
-            if self.backwards == self.next_comparison:  # after the model's own callbacks of this backward
+            if self.backwards == self.next_comparison:  # runs after the model's own callbacks of this backward
                 Variable._execution_engine.queue_callback(self.compare)
 
     def reduce_rest(self) -> None:

@@ -20,7 +20,7 @@ class Reduction:
 
     unit: "Unit"
     trained: list[int] = field(default_factory=list)  # positions in unit.sharded
-    used: list[bool] = field(default_factory=list)  # for each of `trained`: whether this rank used it
+    used: list[bool] = field(default_factory=list)  # for each of `trained`: whether this rank used it, or gets zeros
     started: list[torch.Tensor] = field(default_factory=list)  # for each of `trained`: the reduced shard
     counts: list[torch.Tensor] = field(default_factory=list)  # of each domain: number of ranks that used each parameter
     wires: list[torch.Tensor] = field(default_factory=list, repr=False)  # that transfers read; kept until the wait
