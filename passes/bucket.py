@@ -35,8 +35,8 @@ def bucket(graph: Graph, gather_bytes: int, reduce_bytes: int) -> None:
     process groups. Groups depend only on the order of reads and on parameter sizes, so ranks with different batch sizes
     form the same groups. Each tensor keeps a wait of its own.
 
-    Two kinds of transfers stay alone: gathers that `regather` added, because they must not start early, and reduces
-    whose result another node of the graph reads.
+    Two kinds of transfers stay alone: gathers that `regather` added, because a group could start them before the
+    parameter is resharded, and reduces whose result another node of the graph reads, because a group's waits move.
     """
     starts = calls(graph, GATHER_START)
     first_start = {(start.args[0], start.args[2]): start for start in reversed(starts)}  # by shard and dtype

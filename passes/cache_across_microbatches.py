@@ -23,9 +23,9 @@ def cache_across_microbatches(graph: Graph) -> None:
 
     How: a gather is rewritten if all readers of its result are matmuls, norms, embeddings or pointwise nodes. Other
     nodes might write to the result. Or they might read it on another stream, where `record_stream` cannot protect
-    memory that the transport owns. A gather whose result the graph returns is not rewritten, unless `save_for_backward`
-    saved it: backward does not reuse that memory. Groups are not rewritten, because they are small. At run time,
-    results are cached in the order in which their gathers end, until the option `microbatch_cache_bytes` is used up.
+    memory that the transport owns. A gather whose result the graph returns is rewritten only if `save_for_backward`
+    saved it, because then only backward reads it. Groups are not rewritten, because their parameters are small. At run
+    time, results are cached in the order in which their gathers end, until `microbatch_cache_bytes` is used up.
     """
     for start in calls(graph, GATHER_START):
         wait = waits_of(start)[0]
@@ -35,6 +35,6 @@ def cache_across_microbatches(graph: Graph) -> None:
 
 def _only_reads(link: Node, reader: Node) -> bool:
     """Whether `reader` neither writes to the memory of `link` nor reads it on another stream."""
-    if reader.op == "output":  # saved for backward, and not also a result of the graph
+    if reader.op == "output":  # `link` must be saved for backward, and not also be a result that the user gets
         return link.meta.get(SAVED_FOR_BACKWARD, False) and nodes_in(reader.args).count(link) == 1
     return only_reads(reader)

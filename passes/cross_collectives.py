@@ -37,7 +37,7 @@ def cross_collectives(graph: Graph, gather_budget_bytes: int) -> None:
         collective = before.get(start)
         if collective is None or position[collective] < regathered_from.get(start, 0):
             continue
-        crossed_bytes[collective] += transfer_bytes(start)  # counted even if it stays, so that later starts stay too
+        crossed_bytes[collective] += transfer_bytes(start)  # also if it stays, so that no later start overtakes it
         if crossed_bytes[collective] > gather_budget_bytes // 4:
             continue
         items = started_tensors(start) if start.target is GATHER_GROUP_START else []

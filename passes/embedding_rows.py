@@ -54,7 +54,7 @@ def embedding_rows(graph: Graph, link: Link, fused: bool = True) -> None:
 
 
 def _gather_rows(graph: Graph, gather: Node) -> None:
-    if len(gather.users) != 1:  # two readers share one gather of the whole matrix
+    if len(gather.users) != 1:  # another reader needs the whole matrix, which is then gathered once for both
         return
     (embedding,) = gather.users
     if embedding.target is not aten.embedding.default or embedding.args[0] is not gather:
@@ -62,7 +62,7 @@ def _gather_rows(graph: Graph, gather: Node) -> None:
     arguments = (*gather.args[:3], embedding.args[1], *domain_args(gather))
     rows = insert(graph, embedding, GATHER_ROWS, *arguments, like=embedding)
     rows.meta |= {key: embedding.meta[key] for key in ("recompute", "ac_graph_id") if key in embedding.meta}
-    rows.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)  # else sizes would decide which gathers backward has
+    rows.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)  # else sizes, which may differ between ranks, decide
     replace_and_erase(graph, embedding, rows)
     graph.erase_node(gather)
 

@@ -34,9 +34,9 @@ def free(graph: Graph) -> None:
     dgrad. So a gather that the graph starts between wgrad and dgrad would start later than planned.
 
     How: a wgrad is a matmul on which no reader of an unsharded parameter depends. If the results of several dgrads are
-    summed (queries, keys, values), wgrads move after the last of these dgrads. A wgrad between them would take one more
-    kernel, because its recomputed input could not be fused. The moves depend only on kinds of nodes and their order, so
-    they are the same on ranks with different batch sizes. No node moves past a node that writes to its own arguments.
+    summed (queries, keys, values), wgrads move after the last of these dgrads. A wgrad between two dgrads would need
+    another kernel, because its recomputed input could not be fused. The moves depend only on kinds of nodes and their
+    order, so they are the same on ranks with different batch sizes. No node moves past one that writes to an argument.
     """
     if not calls(graph, *REDUCES):
         return
@@ -74,7 +74,7 @@ def _last_dgrads(dgrads: list[Node], gradients: set[Node]) -> dict[Node, Node]:
     last: Node | None = None  # the last of the dgrads that are summed with `node`
     for node in reversed(dgrads):
         origins = {_origin(source) for source in node.all_input_nodes if source in gradients}
-        if not origins:  # recomputed by a checkpoint. No sum spans it, or its results would be alive for too long.
+        if not origins:  # a matmul of forward, run again. No wgrad waits for it: its arguments would stay alive
             last = None
             continue
         if last is None or sum_of(node) is not sum_of(last):

@@ -16,7 +16,7 @@ def regather(graph: Graph, gather_budget_bytes: int) -> None:
     Why: a parameter that is read early and late would otherwise stay unsharded in between. The other half of the budget
     is for gathers that `prefetch` starts early.
 
-    How: if a parameter does not fit into its half of the budget, reshard the parameter whose next reader is farthest
+    How: if unsharded parameters take more than half of the budget, reshard the one whose next reader is farthest
     (L. A. Belady, A study of replacement algorithms for a virtual-storage computer, 1966). The choice depends only on
     the order of readers and on parameter bytes, so ranks with different batch sizes choose alike.
     """
@@ -73,7 +73,7 @@ def regather_points(reads: dict[Node, list[int]], capacity_bytes: int, last: int
 
 
 def _gather_again(graph: Graph, gather: Node, points: list[int], position: dict[Node, int]) -> None:
-    """Insert a copy of the gather and its chain before the reader at each of `points`, for it and later readers."""
+    """Insert a copy of the gather and its chain before the reader at each of `points`, for this and later readers."""
     links = chain(gather)
     inside = set(links)
     copies: dict[tuple[int, Node], Node] = {}  # (number of the copy, link) -> the link's copy

@@ -30,8 +30,8 @@ def save_for_backward(graph: Graph, save_for_backward_bytes: int | None) -> None
 
     If `save_for_backward_bytes` is a number, saved parameters are in memory that the transport owns, so that this
     rank's piece needs no copy. The transport keeps this memory until after backward, at whose end a model's memory may
-    peak. By default, few parameters are saved, in torch's memory, and freed before gradients take as much, so the peak
-    stays. Parameters that a custom op reads are always in torch's memory, because the op may use another stream.
+    peak. By default, few parameters are saved, in torch's memory, and freed before gradients need as much, so the peak
+    is no higher. Parameters that a custom op reads are always in torch's memory, because the op may use another stream.
 
     Args:
         save_for_backward_bytes: most bytes of parameters to save. If None, a graph that computes the loss may save 9/8

@@ -45,8 +45,8 @@ def tag_recompute(graph: Graph, saves_readers: bool = True) -> None:
     could gather different parameters in backward. Users' own tags of readers stay.
 
     Args:
-        saves_readers: whether to tag readers to be saved. If false, remove earlier such tags: under an activation
-            memory budget, torch's partitioner decides by sizes.
+        saves_readers: whether to tag readers to be saved. If false, remove such tags of an earlier run: under
+            an activation memory budget, torch's partitioner decides by sizes which nodes run again.
     """
     for node in graph.nodes if not saves_readers else ():
         if node.meta.pop(SAVED_READER, False):

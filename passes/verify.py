@@ -58,14 +58,14 @@ def _verify_gathers(graph: Graph, after: str) -> None:
         started.update(tensors)
         gathers += [(tensor, (shard, dtype)) for tensor, shard in zip(tensors, shards, strict=True)]
     for wait in calls(graph, GATHER_WAIT):
-        _require(wait.args[0] in started, after, wait, "waits for something that is no gather")
+        _require(wait.args[0] in started, after, wait, "waits for a node that starts no gather")
     liveness = functools.cache(lambda: Liveness(graph, fused=False))  # computed only if a parameter is gathered twice
     last: dict[object, Node] = {}
     for node, parameter in gathers:
         if parameter in last:
             position, storages = liveness().position, liveness().storages[last[parameter]]
             is_dead = all(storage.dies < position[node] for storage in storages)
-            _require(is_dead, after, node, "gathers a parameter again")
+            _require(is_dead, after, node, "gathers a parameter that is still unsharded")
         last[parameter] = node
 
 
@@ -78,18 +78,18 @@ def _verify_reduces(graph: Graph, after: str) -> None:
         reduces += [(start, shard) for shard in shards]
     for wait in calls(graph, REDUCE_WAIT):
         tensor, grad = args_of(wait)
-        _require(tensor in grad_of, after, wait, "waits for something that is no reduce")
+        _require(tensor in grad_of, after, wait, "waits for a node that starts no reduce")
         _require(grad_of[tensor] is grad, after, wait, "must hold the gradient that its start reads")
     reduced: set[object] = set()
-    for node, shard in reduces if after != "dedup_gathers" else ():  # true only after the next pass, merge_reduces
-        _require(shard not in reduced, after, node, "reduces a parameter again")
+    for node, shard in reduces if after != "dedup_gathers" else ():  # the next pass merges reduces
+        _require(shard not in reduced, after, node, "is a second reduce for the same parameter")
         reduced.add(shard)
 
 
 def verify_widths(graph: Graph) -> None:
     """Check that no parameter is gathered in a wider dtype than its readers need."""
     for node in calls(graph, GATHER, GATHER_WAIT):
-        _require(not narrowing_casts(node), "all", node, "is wider than its readers")
+        _require(not narrowing_casts(node), "all", node, "gathers in a wider dtype than its readers need")
 
 
 def warn_over_budget(graph: Graph, gather_budget_bytes: int) -> None:
@@ -102,8 +102,8 @@ def warn_over_budget(graph: Graph, gather_budget_bytes: int) -> None:
     for node, nbytes in zip(lifetimes.liveness.nodes, lifetimes.unsharded_bytes()):
         if nbytes > bound_bytes:
             log.warning(
-                "zcompile: at %s, %d bytes of parameters are unsharded, of %d that the budget allows. Please report "
-                "it; the results are right.",
+                "zcompile: at %s, %d bytes of parameters are unsharded, of %d that gather_budget_bytes allows. Results "
+                "are right, but memory may run out. Please report it.",
                 node.format_node(),
                 nbytes,
                 bound_bytes,
@@ -126,7 +126,7 @@ def verify_partition(forward: GraphModule, num_outputs: int) -> None:
     for node in outputs[num_outputs:]:
         is_chosen = node in unsharded and node.target is GATHER and SAVED_FOR_BACKWARD in node.meta
         pins = node in unsharded and node not in returned and not is_chosen
-        _require(not pins, "partition", node, "is saved for backward and pins an unsharded parameter")
+        _require(not pins, "partition", node, "is saved for backward and so keeps an unsharded parameter in memory")
 
 
 def _waited_once(start: Node, after: str, count: int, wait: Any) -> list[Node]:
