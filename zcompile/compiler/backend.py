@@ -77,7 +77,7 @@ def compile_graph(
         settings = parse_options({**vars(settings), "cuda_graphs": True})
     plan = _plan(example_inputs, settings)
     if settings.save_for_backward_bytes is None and saves_by_hooks():
-        plan = replace(plan, save_for_backward_bytes=0)  # save_on_cpu would move an unsharded parameter
+        plan = replace(plan, save_for_backward_bytes=0)  # such hooks (save_on_cpu) would copy unsharded parameters
     _tell_models_apart(gm, example_inputs)
     program = functools.partial(_program, _reads(gm), plan, settings)
     try:
@@ -85,7 +85,7 @@ def compile_graph(
             gm, example_inputs, settings, plan, mode, agree=_agreeing(example_inputs, settings, program)
         )
     except Exception as error:
-        if not isinstance(error, RestartAnalysis):  # raised to let Dynamo trace again
+        if not isinstance(error, RestartAnalysis):  # Dynamo catches it and traces again: not a failure
             _stop_others(example_inputs, settings, error)
         raise
     if not _models(example_inputs):
@@ -114,12 +114,12 @@ def _tell_models_apart(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
 
 
 def _agreement_of(model: ShardedModel, settings: Settings) -> Agreement | None:
-    """Return the `Agreement` by which ranks compare programs before a first run; None if transfers are peer to peer."""
+    """Return the `Agreement` by which ranks compare programs before a first run. With p2p, None: no check is needed."""
     return model.program_check if link_of(model, settings).wire.transport != "p2p" else None
 
 
 def _stop_others(example_inputs: Sequence[Any], settings: Settings, error: Exception) -> None:
-    """Make other ranks raise, because they would wait to compare the graph that this rank failed to compile."""
+    """Make other ranks raise: they would wait in vain to compare the graph that this rank failed to compile."""
     for model in _models(example_inputs):
         if (agreement := _agreement_of(model, settings)) is not None:
             agreement.stop(f"could not compile a graph: {type(error).__name__}: {error}")
@@ -246,7 +246,7 @@ def _passing_for_parameters(gm: GraphModule, compiled: Callable[..., Any]) -> Ca
 
 
 def _refusing_split_backwards(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `compiled` of one rank: a backward of inputs alone with a kept graph raises, as a reduce-scatter would."""
+    """Wrap code of a model on one rank, so that a split backward raises. On several ranks, reduces raise."""
 
     def run(*args: Any) -> Any:
         values = compiled(*args)
@@ -313,7 +313,7 @@ def limited(settings: Settings, plan: Plan, example_inputs: Sequence[Any]) -> Pl
 def _kept_bytes(sharded: ShardedParameter, count: int) -> int:
     """Return the bytes of a shard of `count` elements, Adam's moments and accumulated gradient on this rank.
 
-    The gradient counts only if microbatches accumulate it: the graph's own peak has the gradient that it computes.
+    The gradient counts only if microbatches accumulate it. Predicted peaks contain the gradient that a graph computes.
     """
     state, itemsize = sharded.state, sharded.leaf.itemsize
     own = -(-count // state.mesh.size(0)) if state.over_hosts else count
@@ -347,7 +347,7 @@ def prepare(model: ShardedModel, settings: Settings) -> None:
 def _prepare_for_graphs(model: ShardedModel) -> None:
     """Prepare a model's transfers for capture in CUDA graphs. Raises ValueError if they use NCCL's collectives."""
     has_collectives = model.runtime.world > 1 and "p2p" not in model.runtime.stats()["transport"]
-    # For other domains, stats(model) has the reason.
+    # In other domains, code runs uncaptured, and stats(model) says why.
     if model.mesh.device_type == "cuda" and has_collectives and model.domain == 0:
         raise ValueError(
             "zcompile: CUDA graphs (option 'cuda_graphs', modes 'reduce-overhead' and 'max-autotune') cannot hold the "

@@ -49,14 +49,14 @@ class CudaGraph:
     """A `torch.cuda.CUDAGraph`. All graphs of a device run one at a time and share one memory pool."""
 
     def __init__(self) -> None:
-        self.graph = torch.cuda.CUDAGraph(keep_graph=True)  # whose nodes are updated before each replay
+        self.graph = torch.cuda.CUDAGraph(keep_graph=True)  # each replay updates the nodes of signals
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
         """Capture the work that the `with` block issues, without running it."""
         graphs = _graphs_of(torch.cuda.current_device())
         if not graphs.alive:
-            graphs.memory = torch.cuda.graph_pool_handle()  # torch frees a pool with its last graph
+            graphs.memory = torch.cuda.graph_pool_handle()  # torch freed the old pool with its last graph
         graphs.alive.add(self.graph)
         torch.cuda.empty_cache()  # frees memory of earlier calls, which the pool cannot reuse
         graphs.stream.wait_stream(torch.cuda.current_stream())
@@ -67,7 +67,7 @@ class CudaGraph:
                 yield
             finally:
                 self.graph.capture_end()
-        # Needed before a replay, which sets the state of random generators, as the beginning of the capture did.
+        # The capture's beginning wrote the state of random generators on its stream; a replay writes it on this one.
         torch.cuda.current_stream().wait_stream(graphs.stream)
 
     @contextlib.contextmanager
@@ -214,7 +214,7 @@ class CapturedCode:
         elif len(variant.captured) >= MOST_SHAPES:
             reason = reason or f"more than {MOST_SHAPES} shapes, or addresses, of inputs"
         elif self.is_backward and len(variant.captured) >= self.pair.graphs:
-            reason = reason or "a backward of a forward that another one followed"
+            reason = reason or "a backward whose forward was followed by another forward"
         return self._uncaptured(inputs, variant, reason) if reason else self._capture(inputs, tensors, variant)
 
     def _variant(self, inputs: Sequence[Any]) -> _Variant:
@@ -230,7 +230,7 @@ class CapturedCode:
     def _why_not(self, variant: _Variant) -> str:
         """Return why this call must run uncaptured; empty if it may be captured or replayed."""
         if not all(_C.may_replay(model.runtime) for model in variant.alive()):
-            return "gradients accumulate, or another block of zcompile is open"
+            return "gradients accumulate, or another `with` block of zcompile is open"
         if any(offload.in_backward for model in variant.alive() for offload in model.offloads):
             return "an optimizer with step_in_backward"
         if self.is_backward and _keeps_graph():

@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from zcompile.graph.ops import GATHER, calls
 from zcompile.state.attributes import SHARDED
 
-Gathers = dict[int | None, Node]  # by `_storage_of` their results
+Gathers = dict[int | None, Node]  # the memory of a gather's result (`_storage_of`) -> the gather
 
 # torch's higher-order ops that call functions conditionally or repeatedly.
 CONTROL_FLOW_OPS = {"cond", "while_loop", "map", "map_impl", "scan", "associative_scan", "flex_attention"}
@@ -26,7 +26,7 @@ def check_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
         if (sharded := getattr(value, SHARDED, lambda: None)()) is not None
     }
     _refuse_components(gm, known)
-    names = {name: sharded.name for name, sharded in known.items()}  # inputs of subgraphs have none
+    names = {name: sharded.name for name, sharded in known.items()}  # subgraphs' inputs are not in it
     for graph in _graphs_in(gm):
         gathers = {_storage_of(node.meta.get("example_value")): node for node in calls(graph, GATHER)}
         if gathers:
@@ -36,7 +36,7 @@ def check_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
 
 
 def _refuse_components(gm: GraphModule, known: dict[str, Any]) -> None:
-    """Raise if a graph gathers a parameter that only eager code can, such as a tensor subclass with FSDP2's hooks."""
+    """Raise if a graph gathers a parameter that only eager code can gather: a tensor subclass, or one in int8."""
     for node in calls(gm.graph, GATHER):
         sharded = known.get(cast(Node, node.args[0]).name)
         if sharded is not None and sharded.extension is not None:
@@ -49,9 +49,10 @@ def _refuse_components(gm: GraphModule, known: dict[str, Any]) -> None:
 
 
 def _refuse_lost_writes(graph: Graph, gathers: Gathers, names: dict[str, str]) -> None:
-    """Raise if forward makes an nn.Parameter of a gathered parameter, which is a copy, or writes to that copy.
+    """Raise if forward writes to a gathered parameter, which is a copy, or makes an nn.Parameter of it.
 
-    A fake tensor's `_version` counts the writes through all its views; the tensor that `.data` returns has its own.
+    Each node that has the copy's memory is checked, because a write through `weight.data` does not change the
+    `_version` (torch's counter of writes) of `weight`, but only that of the tensor that `.data` returns.
     """
     for node in graph.nodes:
         makes_parameter = node.target is tracable_create_parameter
@@ -73,7 +74,7 @@ def _refuse_lost_writes(graph: Graph, gathers: Gathers, names: dict[str, str]) -
 
 
 def _refuse_reads_on_other_streams(graph: Graph, gathers: Gathers, names: dict[str, str]) -> None:
-    """Raise if forward enters a stream and reads a gathered parameter there: only the current one waits for gathers."""
+    """Raise if forward enters a stream and reads a gathered parameter there, where nothing waits for the gather."""
     for node in graph.nodes:
         if not node.meta.get("custom", {}).get("stream"):  # 0 is the current one
             continue

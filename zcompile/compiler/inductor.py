@@ -114,7 +114,7 @@ def _captures(pair: Pair) -> Callable[..., Any]:
     def inner_compile(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         if not pair.obstacle and (obstacle := _obstacle_to_capture(gm)):
             pair.obstacle = obstacle
-            warnings.warn(f"zcompile: no CUDA graph of this code: {obstacle}. It runs uncaptured.", stacklevel=2)
+            warnings.warn(f"zcompile: no CUDA graph of this code: {obstacle}. The code runs uncaptured.", stacklevel=2)
         compiled: Any = compile_fx_inner(gm, example_inputs, **kwargs)
         mutated = list(compiled.mutated_input_idxs)
         compiled.current_callable = CapturedCode(
@@ -133,9 +133,9 @@ def _obstacle_to_capture(gm: GraphModule) -> str:
     for node in gm.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.device.type != "cuda":
-            return f"{node.name} is on {value.device.type}"
+            return f"tensor {node.name} is on {value.device.type}"
     unsafe = get_first_incompatible_cudagraph_node(gm)
-    return f"{unsafe.name} needs the host" if unsafe is not None else ""
+    return f"op {unsafe.name} needs the host" if unsafe is not None else ""
 
 
 class _Passes(CustomGraphPass):
@@ -268,7 +268,7 @@ def _lowering_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
         graph: Any = V.graph
         before = len(graph.operations)
         result = fallback(*args)
-        for operation in graph.operations[before:]:  # the runtime checks these; in Python, it takes 2 us a parameter
+        for operation in graph.operations[before:]:  # the runtime checks both; asserts in Python take 2 us a parameter
             operation.codegen_size_asserts = lambda wrapper: None
             operation.codegen_alignment_asserts = lambda wrapper: None
         return _freed_but_never_reused(result) if op in (GATHER_START, GATHER_CACHED_START) else result
