@@ -49,7 +49,7 @@ ATTENTION_SHARES = {"flash": 1.0, "cudnn": 1.8, "flex": 1.03, "efficient": 0.48,
 # dtype -> (the dtype whose matmul rate is used if a table has none for the first, the share of that rate).
 STAND_INS = {
     torch.float8_e5m2: (torch.float8_e4m3fn, 1.0),
-    torch.float8_e4m3fn: (torch.bfloat16, 1.0),  # a card without them computes in bf16
+    torch.float8_e4m3fn: (torch.bfloat16, 1.0),  # a GPU without fp8 matmuls computes in bf16
     torch.uint8: (torch.int8, 1.0),
     torch.int8: (torch.bfloat16, 1.0),
     torch.float16: (torch.bfloat16, 1.0),
@@ -72,17 +72,17 @@ class Hardware:
     attention_flops_s: float
     bytes_s: float  # bytes of memory a second that a pointwise kernel reads and writes
     kernel_s: float  # the least time of a kernel, in seconds
-    # `over` takes that wire of a transport with the most ranks that is not larger than the world size.
+    # Of a transport's wires, `over` takes the one with the most ranks, but no more than the link has.
     wires: tuple[Wire, ...]
     domain: int  # the number of ranks that NVLink connects; on CPUs, those of one host
     network: Network  # between domains
     memory_bytes: int  # of one device
-    source: str  # what the figures rest on; `explain` prints it
+    source: str  # the origin of the rates, which `explain` prints
     # (kernel, operations a second) of other attention kernels that were measured. Those without a figure have a share
     # of `attention_flops_s`; see ATTENTION_SHARES.
     attention_by_kernel: tuple[tuple[str, float], ...] = ()
-    grouped_share: float = 0.8  # what grouped matmuls reach of the rate of plain ones, padding counted
-    # Whether a call of attention reaches another share of the rate than the measured ones, as on GPUs.
+    grouped_share: float = 0.8  # rate of grouped matmuls, padding counted as work, divided by that of plain ones
+    # Whether attention reaches the share of its rate that was measured on a GPU, `Work.share`; else `Work.cpu_share`.
     attention_varies: bool = True
     # The widest head, in elements of 2 bytes, for which torch runs attention by cuDNN before it tries other kernels. 0:
     # torch tries flash attention first.
@@ -113,7 +113,7 @@ class Hardware:
         return dict(self.attention_by_kernel).get(kernel, self.attention_flops_s * ATTENTION_SHARES[kernel])
 
     def over(self, transport: str, world: int) -> "Link":
-        """Return the link of `world` ranks with `transport`. If the table lacks that, its first transport stands in."""
+        """Return the link of `world` ranks with `transport`. If the table lacks it, take its first one."""
         known = [wire for wire in self.wires if wire.transport == transport]
         wires = known or [wire for wire in self.wires if wire.transport == self.wires[0].transport]
         fitting = [wire for wire in wires if wire.world <= min(world, self.domain)]
@@ -167,7 +167,7 @@ class Link:
         return self.hosts is not None and not self.hosts.sums_once and self.wire.transport == "p2p"
 
     def sum_over_hosts_s(self, nbytes: int) -> float:
-        """Return the seconds to sum a gradient over hosts after its sum inside of a host. `nbytes`: of it unsharded."""
+        """Return the seconds to sum a gradient of `nbytes`, unsharded, over hosts, after its sum inside of a host."""
         assert self.hosts is not None
         return self.network_s(self.hosts.summed_bytes(nbytes // (self.hosts.itemsize * self.world)), self.hosts.count)
 
@@ -195,7 +195,7 @@ class Link:
         return self._seconds(self.wire.reduce, nbytes)
 
     def outside_bytes(self, nbytes: int) -> int:
-        """Return the bytes of a tensor of `nbytes` that each rank fetches from other domains, to share in its own."""
+        """Return the bytes of a tensor of `nbytes` that each rank gets from other domains, for its whole domain."""
         inside, domains = min(self.world, self.hardware.domain), -(-self.world // self.hardware.domain)
         return nbytes * (domains - 1) // (inside * domains)
 
@@ -205,7 +205,7 @@ class Link:
         inside = min(self.world, self.hardware.domain)
         seconds = _interpolate(points, nbytes * (inside - 1) // inside)
         domains = -(-self.world // self.hardware.domain)
-        if domains > 1:  # each rank fetches a part of what other domains hold; meanwhile ranks share parts inside
+        if domains > 1:  # each rank gets a part of other domains' shards, and meanwhile passes parts on in its domain
             latency_s = self.network_s(0, domains)
             seconds = max(seconds + latency_s, self.network_s(self.outside_bytes(nbytes), domains))
         return seconds
@@ -317,6 +317,6 @@ def stand_in_notice(device: torch.device) -> str:
     if is_of_it:
         return ""
     return (
-        f"plans for {name} rest on a table of the {table.name}: to measure its own, run `zcompile calibrate` once, on "
-        "all GPUs of the machine"
+        f"plans for {name} rest on a table of the {table.name}: to measure this GPU's own rates, run `zcompile "
+        "calibrate` once, on all GPUs of the machine"
     )

@@ -44,7 +44,7 @@ def in_flight_bytes(graph: Graph, link: Link) -> list[int]:
         packs = link.wire.transport == "gloo" and len(ops.started_tensors(start)) > 1
         begin, end = position[start], min(position[wait] for wait in ops.waits_of(start))
         change[begin] += nbytes * (is_reduce + packs)
-        change[begin + 1] += nbytes * (is_reduce and not packs)  # gradients, which lived until now
+        change[begin + 1] += nbytes * (is_reduce and not packs)  # the gradients, which the transfer still reads
         change[end + 1] -= nbytes * (2 if is_reduce else packs)
     return list(accumulate(change[:-1]))
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 
-MOST = 1 << 40  # a bound above it says nothing
+MOST = 1 << 40  # larger bounds, such as the largest int64, tell nothing
 
 _hints: "weakref.WeakKeyDictionary[Any, dict[sympy.Symbol, int]]" = weakref.WeakKeyDictionary()  # by shape environment
 
@@ -91,7 +91,7 @@ def _note_parts(node: Node) -> None:
     else:
         return
     rows = size_hint(source.meta["val"].shape[dim])
-    for sizes in (inputs, outputs):  # balanced: as many come as go
+    for sizes in (inputs, outputs):  # balanced: a rank receives as many rows as it sends
         values = [size.meta.get("val") if isinstance(size, Node) else size for size in sizes]
         for value in values:
             _note([value], rows // len(values))

@@ -20,10 +20,10 @@ SAMPLES = 4  # sampled rows, and columns, of a block; the first and the last amo
 # Shares of a kernel's rate in the hardware table that calls reach.
 FORWARD_SHARE = 1.18
 BACKWARD_SHARE = 0.94
-CAUSAL_SHARE = 0.8  # blocks of one kernel take unlike times
+CAUSAL_SHARE = 0.8  # thread blocks of one kernel take unequal times
 NARROW_SHARE = 0.8  # of heads that are at most 64 wide
-MASKED_SHARE = 0.5  # reads a mask for each pair
-CPU_COLUMNS = 512  # of a block of keys in torch's kernel for CPUs, which leaves out blocks, but no part of one
+MASKED_SHARE = 0.5  # the kernel reads a mask value for each pair of a query and a key
+CPU_COLUMNS = 512  # keys in a block of torch's CPU kernel, which skips only blocks that are masked as a whole
 
 
 def scaled_dot_product(call: Call) -> Work:
@@ -42,7 +42,7 @@ def scaled_dot_product(call: Call) -> Work:
     if not is_causal:
         return Work(flops=flops, attention=kernel, share=share)
     columns = max(1, key.shape[-2])
-    on_cpus = min(1.0, (columns + CPU_COLUMNS) / (2 * columns))  # of all pairs, if there are as many queries as keys
+    on_cpus = min(1.0, (columns + CPU_COLUMNS) / (2 * columns))  # share of pairs, if there are as many queries as keys
     return Work(flops=flops // 2, attention=kernel, share=share, cpu_share=0.5 / on_cpus)
 
 
@@ -96,9 +96,9 @@ def _share_of_blocks(call: Call, i: int) -> float:
     if module is None or others or not (isinstance(block_rows, int) and isinstance(block_columns, int)):
         return 1.0
     try:
-        with _disable_current_modes():  # a compiler works on tensors without values
+        with _disable_current_modes():  # else the mask's tensors would be fake ones, without values
             return _computed_share(module, (rows, columns), (block_rows, block_columns))
-    except Exception:  # it reads what only a run has
+    except Exception:  # the mask's function reads values that exist only in a run
         return 1.0
 
 

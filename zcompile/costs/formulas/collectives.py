@@ -10,7 +10,7 @@ from zcompile.costs.formulas.work import nbytes_of, sizes_of
 from zcompile.costs.hardware import Link
 from zcompile.graph.ops import WAIT_TENSOR, named_args
 
-COLLECTIVES = ("nccl", "gloo")  # which transport runs them; peer to peer, the copy engines do not
+COLLECTIVES = ("nccl", "gloo")  # transports that run them: "p2p" has none of the model's collectives
 
 
 def is_collective_wait(node: Node) -> bool:

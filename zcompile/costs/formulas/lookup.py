@@ -22,7 +22,7 @@ FUNCTIONALIZED = ("auto_functionalized", "auto_functionalized_v2")  # calls of o
 KNOWN_NAMESPACES = ("aten", "prims", "inductor_prims", "zcompile", "_c10d_functional", "_c10d_functional_autograd")
 COMPUTE = ("linalg_", "_linalg_", "_fft_", "cholesky", "_cdist", "_trilinear", "lu_", "geqrf", "triangular_solve")
 
-_told: set[str] = set()  # ops of which the log has said something
+_told: set[str] = set()  # ops about which a message was logged
 
 
 def find_work(node: Node) -> tuple[Work | None, str]:
@@ -51,7 +51,7 @@ def find_work(node: Node) -> tuple[Work | None, str]:
     namespace, _, op = name.partition("::")
     if namespace in KNOWN_NAMESPACES and not op.startswith(COMPUTE):
         return None, ""
-    text = "nothing says how long %s takes, so plans count the bytes of its tensors: see zcompile.register_cost"
+    text = "%s has no cost formula, so plans count its tensors' bytes: see zcompile.register_cost"
     _tell(logging.INFO, name, text, name)
     return None, name
 
@@ -103,7 +103,7 @@ def _by_user(entry: Registered, call: Call) -> Work | None:
         problem = f"it returned {work!r} and not a zcompile.Work"
     except Exception as error:
         problem = f"it raised {type(error).__name__}: {error}"
-    _tell(logging.WARNING, call.name, "the cost that was registered for %s is not used: %s", call.name, problem)
+    _tell(logging.WARNING, call.name, "the cost registered for %s is not used, so bytes count: %s", call.name, problem)
     return None
 
 

@@ -14,7 +14,7 @@ from zcompile.costs.formulas.work import Call, TensorSize, Work, nbytes_of
 SECTOR_BYTES = 32  # the least that a read from memory takes
 INDEX_BYTES = 8  # of int64
 SMALL_SLICE = 4096  # a slice of at most so many items is sorted within one kernel
-BLOCK_SORT_PASSES = 3.5  # over what such a kernel holds, for each byte of a key, in units of its reads and writes
+BLOCK_SORT_PASSES = 3.5  # bytes that such a kernel moves for each byte of its items and each byte of a key
 SELECT_BITS = 2  # of a key that one pass of a select decides
 SELECT_READS = 2  # in a pass: it counts digits, then looks for the one that decides
 LONG_SLICE = 20_000  # several blocks select from a slice of at least so many items
@@ -108,7 +108,7 @@ def nonzero(call: Call) -> Work:
 # Ops that Inductor fuses and that read a part of their first argument: True if single items of it, False if rows.
 READ_BY_ITEM: dict[object, bool] = {torch.ops.aten.gather.default: True, torch.ops.aten.index.Tensor: False}
 
-# Memory that nobody has written: no kernel runs.
+# Ops that return uninitialized memory: no kernel runs.
 EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 
 FORMULAS: dict[str, Callable[[Call], Work]] = {

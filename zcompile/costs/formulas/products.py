@@ -22,7 +22,7 @@ log = logging.getLogger("zcompile")
 
 TILE_ROWS = 128  # rows in a tile of a grouped matmul's kernel; SMALL_TILE_ROWS if there are few rows
 SMALL_TILE_ROWS = 64
-HOST_WAIT_S = 20e-6  # the host reads a value of the device, then starts kernels anew
+HOST_WAIT_S = 20e-6  # the device idles while the host reads a value of it, then launches kernels
 
 
 def is_matmul(node: Node) -> bool:
@@ -48,7 +48,7 @@ def counted_by_torch(node: Node) -> int:
     try:
         return formula(*args, **kwargs, out_val=shape(sizes_of(node.meta["val"])))
     except Exception as error:  # some formulas look at tensors, not shapes; an estimate is no reason to fail
-        log.debug("zcompile: %s is taken to compute nothing: %s", node.target, error)
+        log.debug("zcompile: %s counts as no operations, because torch's formula failed: %s", node.target, error)
         return 0
 
 

@@ -83,7 +83,7 @@ class Call:
     args: tuple[Any, ...]  # with a `TensorSize` for each tensor, and a number for each dynamic size, as `kwargs`
     kwargs: Mapping[str, Any]
     out: Any  # a `TensorSize`, or a tuple of them and None
-    names: tuple[str, ...] = ()  # of the op's parameters, from its schema. Empty if there is none
+    names: tuple[str, ...] = ()  # of the op's parameters, from its schema. Empty if it has no schema
     node: Node | None = field(default=None, compare=False)  # where it stands; for formulas that look at more than sizes
 
     def argument(self, name: str, default: Any = None) -> Any:
