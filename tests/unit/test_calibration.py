@@ -114,10 +114,10 @@ def damaged(text):
     unmeasured = {**read["wires"][0], "gather": [[1000, 2.0], [2000, 0.0]]}
     yield "no positive number", json.dumps({**read, "wires": [unmeasured]})
     yield "it has no usable", json.dumps({**read, "wires": [{"transport": "nccl"}]})
-    yield "is of torch 1.0 and not", json.dumps({**read, "torch": "1.0"})
-    yield "is of device abacus and not", json.dumps({**read, "device": "abacus"})
-    yield "is of driver 1 and not", json.dumps({**read, "driver": "1"})
-    yield "is of world 3 and not 2", json.dumps({**read, "world": 3})
+    yield "its torch is 1.0, not", json.dumps({**read, "torch": "1.0"})
+    yield "its device is abacus, not", json.dumps({**read, "device": "abacus"})
+    yield "its driver is 1, not", json.dumps({**read, "driver": "1"})
+    yield "its world is 3, not 2", json.dumps({**read, "world": 3})
 
 
 def test_a_broken_or_foreign_file_does_not_count_and_one_line_says_so(of_this_machine):

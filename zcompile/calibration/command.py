@@ -43,7 +43,7 @@ def start_ranks(ranks: int, output: Path | None) -> int:
     try:
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        print(f"zcompile calibrate: the ranks have not ended within {TIMEOUT_S:.0f} s", file=sys.stderr)
+        print(f"zcompile calibrate: ranks took over {TIMEOUT_S:.0f} s. End other work, and rerun", file=sys.stderr)
         return 1
     print(ended.stdout, end="")
     if ended.returncode == 0:
@@ -52,8 +52,8 @@ def start_ranks(ranks: int, output: Path | None) -> int:
     if own:
         print(own[0], file=sys.stderr)
         return 2
-    errors = [line.strip() for line in ended.stderr.splitlines() if "Error" in line] or ["they said nothing"]
-    print(f"zcompile calibrate: a rank failed: {errors[-1]}", file=sys.stderr)
+    errors = [line.strip() for line in ended.stderr.splitlines() if "Error" in line] or ["it printed no error"]
+    print(f"zcompile calibrate: a rank failed (more: torchrun -m zcompile calibrate): {errors[-1]}", file=sys.stderr)
     return 1
 
 
@@ -71,7 +71,7 @@ def _measure(output: Path | None) -> int:
             try:
                 file = write_calibration(calibration, output)
             except OSError as error:
-                raise BadInput(f"the measured rates could not be kept: {error}") from error
+                raise BadInput(f"the measured rates could not be kept: {error}. Give another --output") from error
             print(f"{describe(calibration)}\nIn {file}, after {time.monotonic() - begin_s:.1f} s.")
     finally:
         dist.destroy_process_group()

@@ -18,8 +18,8 @@ WARM_UP_S = 1.0  # of matmuls before measuring: a GPU that was idle is faster un
 ROUNDS = 5  # per measurement, whose median is taken
 ROUND_S = 0.05  # approximate length of a round, so that clocks settle
 MOST_CALLS = 1000  # in a round
-SLOW_S = 0.2  # Longer calls run twice instead: without bf16 instructions, a matmul takes seconds.
-COLD_BYTES = 64 << 20  # of operands that take turns on a CPU, more than most caches hold
+SLOW_S = 0.2  # Longer calls are not timed in rounds, but twice: without bf16 instructions, a matmul takes seconds.
+COLD_BYTES = 64 << 20  # of operands between which a CPU's matmuls alternate, more than most caches hold
 ADAM_TENSORS = 8
 MOST_AHEAD_S = 0.05  # longest wait of the device for the host before a round
 CYCLES_S = 2e9  # approximate clock of a GPU, cycles per second
@@ -109,7 +109,7 @@ def measure_compute(device: torch.device) -> dict[str, Any]:
         "attention_flops_s": tuple((kernel, rate) for kernel, rate in attention.items() if rate),
         "bytes_s": memory_rate(device, sizes.memory_bytes),
         "adam_bytes_s": adam_rate(device, sizes.memory_bytes),
-        "kernel_s": seconds_of(lambda: least.add_(1), device, calls=MOST_CALLS),  # in a row
+        "kernel_s": seconds_of(lambda: least.add_(1), device, calls=MOST_CALLS),  # back to back
     }
 
 

@@ -98,7 +98,7 @@ def calibrate(mesh: DeviceMesh | None = None, *, write: bool = True) -> Calibrat
         try:
             log.info("zcompile: the measured rates are in %s", write_calibration(calibration))
         except OSError as error:
-            log.warning("zcompile: the measured rates could not be kept: %s", error)
+            log.warning("zcompile: the measured rates could not be kept for later runs: %s", error)
     return calibration
 
 
@@ -122,7 +122,7 @@ def _wires(mesh: DeviceMesh, device: torch.device) -> list[Wire]:
 
 
 class _Transport:
-    """Measures transfers over one transport, which the caller must select in `runtime`, an empty one, before `wire`."""
+    """Measures transfers over one transport, which the caller must select in `runtime` before `wire` runs."""
 
     def __init__(self, name: str, runtime: _C.Model, mesh: DeviceMesh, device: torch.device):
         self.name, self.runtime, self.device = name, runtime, device
@@ -155,7 +155,7 @@ class _Transport:
 
     def _start_gather(self, i: int) -> Callable[[], Any]:
         shards, shape = self.shards[i], list(self.grads[i][0].shape)
-        if self.together == 1:  # p2p does not alias the memory of a group
+        if self.together == 1:  # as a large parameter, which is in no group
             started = [ops.gather_start(shards[0], shape, self.dtype)]
         else:
             started = ops.gather_group_start(shards, self.together * shape, self.together * [2], self.dtype)
@@ -208,7 +208,7 @@ class _Transport:
         On GPUs, one untimed call comes first. If it is a collective, the devices of all ranks then begin together.
         """
         times = []
-        host_s = MOST_AHEAD_S  # until the host's time for all calls is known; it may exceed that of the transfers
+        host_s = MOST_AHEAD_S  # a first guess; the host may need more time to start transfers than they take
         for _ in range(ROUNDS + 2):
             all_gather_object(self.group, None)
             if self.device.type == "cuda":

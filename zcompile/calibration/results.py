@@ -63,7 +63,7 @@ class Calibration:
         except ValueError:
             raise ValueError("it is no JSON") from None
         if not isinstance(read, dict) or read.pop("version", None) != VERSION:
-            raise ValueError(f"it is not of version {VERSION}")
+            raise ValueError(f"it is not of version {VERSION} of the file format")
         try:
             wires = tuple(Wire(**_with_tuples(wire)) for wire in read.pop("wires"))
             made = cls(**_with_tuples(read), wires=wires)
@@ -86,7 +86,7 @@ class Calibration:
             return ""
         return (
             f"a matmul took up to {self.pace_ratio:.1f} x as long at one time as at another: other work ran, or this "
-            "machine's speed varies. Predictions may be off by as much, or more."
+            "machine's speed varies. Predictions may be off by as much, or more: measure again without other work."
         )
 
     @property
@@ -134,7 +134,7 @@ def merged(shipped: Hardware, calibration: Calibration, differs: float = DIFFERS
         elif (new := taken(f"{kernel} attention", old, rate)) != old:
             kernels[kernel] = new
     adam, share = shipped.adam_bytes_s, shipped.grouped_share
-    if differs == 0:  # plans do not use it
+    if differs == 0:  # only predictions use this rate
         adam = taken("fused AdamW", shipped.adam_rate(), calibration.adam_bytes_s)
     memory = taken("memory", shipped.bytes_s, calibration.bytes_s)
     launches = taken("launches", shipped.kernel_s, calibration.kernel_s)
@@ -253,9 +253,9 @@ def read_calibration(device: torch.device, world: int) -> tuple[Calibration | No
         line = f"a calibration of this machine is for {others} ranks and not for {world}"
         return None, f"{line}: run `zcompile calibrate --ranks {world}`"
     except (OSError, ValueError) as error:
-        return None, f"the calibration in {file} does not count, {error}: {again}"
+        return None, f"the calibration in {file} is not used, because {error}: {again}"
     expected = {"device": name, "driver": driver_of(device), "torch": torch.__version__, "world": world}
     for what, value in expected.items():
         if (theirs := getattr(calibration, what)) != value:
-            return None, f"the calibration in {file} does not count, it is of {what} {theirs} and not {value}: {again}"
+            return None, f"the calibration in {file} is not used, because its {what} is {theirs}, not {value}: {again}"
     return calibration, ""
