@@ -152,7 +152,10 @@ def _traced(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Traced], in
             inner = getattr(error, "inner_exception", error)  # of torch.compile's
             if isinstance(inner, OutOfLimit):
                 raise NothingFits(str(inner).removeprefix("zcompile: ")) from None
-            raise BadInput(f"the model cannot be traced: {str(error).splitlines()[0]}") from error
+            raise BadInput(
+                f"the model cannot be traced: {' '.join(str(inner).split())[:400]}. To see where, call "
+                'torch.compile(model, backend="eager") on a batch.'
+            ) from error
 
 
 class _Predictions:

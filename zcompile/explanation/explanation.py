@@ -74,13 +74,13 @@ class Explanation:
         if self.cached_graphs:
             first_ms, later_ms = self.microbatches_ms
             lines.append(
-                "Microbatches inside of zcompile.accumulate share what is gathered, "
+                "Microbatches inside of zcompile.accumulate share gathered parameters, "
                 f"{self.cached_bytes / GIB:.2f} GiB: {first_ms:.1f} ms for the first, {later_ms:.1f} ms for each other."
             )
         if any(graph.gathers for graph in self.graphs):
             lines.append(
                 "starts, arrives, dies: by number of node, where a gather starts, is waited for, and has its last "
-                "reader. Those of one bucket travel together, and its times are shared out by bytes."
+                "reader. One transfer gathers a bucket; each parameter has a share of its times, by bytes."
             )
         lines.append(f"AdamW, fp32: {self.optimizer_ms:.2f} ms. Figures of the machine: {self.rests_on}.\n")
         return "\n".join(lines)

@@ -17,8 +17,8 @@ class PlannedStep:
     moved_bytes: int  # of unsharded parameters that are gathered, and of unsharded gradients that are reduced
     rests_on: str  # the origin of the machine's rates
     saved_bytes: int  # that the forward of a microbatch saves for backward
-    activation_memory_budget: float  # the share of activations that this is under
-    widths: str  # of parameters on the wire
+    activation_memory_budget: float  # the share of activations that forwards save
+    widths: str  # the text of `Explanation.widths`
 
 
 def step_of(explained: Explanation, microbatches: int) -> PlannedStep:

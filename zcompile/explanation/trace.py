@@ -58,7 +58,7 @@ def trace(
         return compile_aot_eager(gm, example_inputs, limit, look, decompositions=decompositions)
 
     setattr(backend, PLANS, True)
-    # Dynamo counts compilations by code object, and stops at some number. Each trace has a code object of its own.
+    # Dynamo compiles a code object a limited number of times. So each trace has a code object of its own.
     fresh = types.FunctionType(_call.__code__.replace(), globals())
     with (
         torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
@@ -67,7 +67,8 @@ def trace(
         torch.compile(fresh, backend=backend)(run)
     if not traced:
         raise RuntimeError(
-            "zcompile: no graph was captured, so there is no plan: Dynamo skips the forward. Let Dynamo trace it."
+            "zcompile: no graph was captured, so there is no plan: Dynamo skips the forward, for example because of "
+            "torch.compiler.disable. Let Dynamo trace it."
         )
     return traced
 

@@ -23,7 +23,7 @@ from zcompile.costs.hardware import Hardware
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST_FLASH = 256  # of a head
-ALIGNED = 8  # elements; the kernel takes heads whose width is a multiple
+ALIGNED = 8  # elements; GPU kernels take heads whose width is a multiple of it
 CAPABILITY, WARP_THREADS = 90, 32  # of Hopper; which arguments are written is the same for every GPU
 
 
@@ -48,7 +48,7 @@ class DeviceAttention(TorchFunctionMode):
 
     It is cuDNN's op on GPUs on which torch prefers cuDNN. If flash attention would run, torch's CPU op stays; its cost
     is that of flash attention. With a mask, dropout, or values of another width than queries, it is the op of the
-    memory-efficient kernel. Odd widths, and grouped queries without cuDNN, stay as they are.
+    memory-efficient kernel. Heads whose width is no multiple of 8, and grouped queries without cuDNN, keep the CPU's.
     """
 
     def __init__(self, hardware: Hardware):
@@ -71,7 +71,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Return the result of `scaled_dot_product_attention`, which has the other arguments, by the op of a GPU."""
+    """Return `scaled_dot_product_attention(query, ...)`, of all arguments but the first, by the op that a GPU runs."""
     widths = query.shape[-1], value.shape[-1]
     grouped = query.dim() == 4 and query.shape[1] != key.shape[1]
     fits = query.dtype in DTYPES and query.dim() == 4 and not any(width % ALIGNED for width in widths)

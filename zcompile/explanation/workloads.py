@@ -37,7 +37,7 @@ class HuggingFace(nn.Module):
         super().__init__()
         for name in vars(config):
             if name.endswith(("dropout", "pdrop")) and isinstance(getattr(config, name), float):
-                setattr(config, name, 0.0)  # engines draw their random numbers differently
+                setattr(config, name, 0.0)  # engines draw random numbers differently, so losses would differ
         self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         self.model.config.use_cache = False
         if checkpointing:
@@ -86,7 +86,7 @@ def load(name: str, module: str | None, sequences: int | None, tokens: int | Non
     """
     if module:
         model, batch, loss = built_by(function_of(module), module)
-        with torch.device("cpu"):  # the default is where the model is made
+        with torch.device("cpu"):  # batches are on the CPU, the model on torch's default device
             tokens_of_batch = tokens_of(batch(0, 0))
         return Workload(WithLoss(model, loss), batch, tokens_of_batch)
     if name in SIZES:
@@ -112,7 +112,7 @@ def load(name: str, module: str | None, sequences: int | None, tokens: int | Non
 
 def _read_config(name: str) -> Any:
     known = f"built in are {', '.join(SIZES)}; anything else must be a Hugging Face config"
-    is_size = re.fullmatch(r"[\d.]+[kmbt]", name.lower())  # which no hub need be asked for
+    is_size = re.fullmatch(r"[\d.]+[kmbt]", name.lower())  # then the hub is not asked
     if is_size and not Path(name).exists():
         raise BadInput(f"no model of size {name!r}: {known}")
     try:
