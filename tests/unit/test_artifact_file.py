@@ -134,7 +134,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, failing):
 def test_libraries_are_loaded_from_a_folder_that_others_cannot_write(tmp_path):
     (tmp_path / "open").mkdir()
     os.chmod(tmp_path / "open", 0o777)
-    refused = pytest.raises(ArtifactError, match=r"open is refused: .* set TORCHINDUCTOR_CACHE_DIR to a folder of your")
+    refused = pytest.raises(ArtifactError, match=r"open is refused: .* set TORCHINDUCTOR_CACHE_DIR to a cache folder")
     with cache_in(tmp_path / "open"), refused:
         install_kernels({"folder": b"elf"})
     with cache_in(tmp_path / "own"):

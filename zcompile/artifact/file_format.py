@@ -96,7 +96,7 @@ def check_writers(path: Path, status: os.stat_result) -> None:
         problem = "every user of this machine may write it"
         remedy = f"Make it anew, or `chmod o-w {path}` if you trust it."
     if problem:
-        raise ArtifactError(f"zcompile: {path} is refused: {problem}, and loading it runs its code. {remedy}")
+        raise ArtifactError(f"zcompile: {path} is refused: {problem}, and zcompile runs code from it. {remedy}")
     if status.st_mode & stat.S_IWGRP:
         warnings.warn(
             f"zcompile: the group of {path} may write it, and loading it runs its code: `chmod g-w {path}`, or "

@@ -70,7 +70,7 @@ def refuse_meshes(state: ShardedModel, used: Iterable[DeviceMesh] = ()) -> None:
         used: the meshes that the traced forward reads.
 
     Raises:
-        ArtifactError: a parameter's mesh has other ranks, or the forward reads no DTensor over a mesh that it uses.
+        ArtifactError: meshes of parameters have different ranks, or forward reads no DTensor over a mesh that it uses.
     """
     span, inner = span_of(state), inner_meshes(state)
     ranks = set(span.mesh.flatten().tolist())
@@ -107,7 +107,7 @@ def with_places(code: str, groups: Groups) -> str:
         if isinstance(call, ast.Call) and op.startswith(COLLECTIVES) and ".wait_tensor" not in op:
             group = ast.literal_eval(call.args[-1])
             if group not in groups:
-                raise RuntimeError(f"a collective is over process group {group!r}, which no parameter's mesh has.")
+                raise RuntimeError(f"a collective is over process group {group!r}, which no parameter's mesh has")
             text = str(ast.get_source_segment(code, call))
             saved = saved.replace(text, text.replace(repr(group), repr(groups[group])))
     return saved

@@ -69,7 +69,7 @@ def graph_hash(gm: GraphModule, joint: GraphModule, joint_inputs: Sequence[Any])
     try:
         FxGraphCache._check_can_cache(joint)
         return compiled_fx_graph_hash(joint, joint_inputs, details, ())[0]
-    except (BypassFxGraphCache, AssertionError):  # the latter: a custom pass is a plain function
+    except (BypassFxGraphCache, AssertionError):  # AssertionError: a custom pass is a plain function
         return ""
 
 
@@ -83,7 +83,8 @@ def graphs_of(entry: Any) -> Iterator[Any]:
 def take_kernels(entry: Any, groups: Groups) -> dict[str, bytes]:
     """Return the shared libraries of an AOTAutograd cache entry's C++ kernels, and let its code load them from a file.
 
-    Raises RuntimeError if a kernel's kind cannot be in a file, or if `groups` lacks a collective's process group.
+    Raises RuntimeError if a kernel is neither C++ nor Triton, or if `groups` lacks a collective's process group. `make`
+    in program.py puts "zcompile: no artifact can hold the model" before its text, and the remedy after it.
     """
     libraries = {}
     for graph in graphs_of(entry):
@@ -94,7 +95,7 @@ def take_kernels(entry: Any, groups: Groups) -> dict[str, bytes]:
             if owner != "async_compile":
                 continue
             if kind not in KNOWN:
-                raise RuntimeError(f"Inductor made kernels of the kind {kind!r}, which an artifact cannot hold.")
+                raise RuntimeError(f"Inductor made kernels by {kind!r}, and a file holds only C++ and Triton kernels")
             if kind == "cpp_pybinding":
                 argument_types, source = map(ast.literal_eval, call.args)
                 kernel = CppPythonBindingsCodeCache.load_pybinding(argument_types, source)
@@ -106,7 +107,7 @@ def take_kernels(entry: Any, groups: Groups) -> dict[str, bytes]:
 
 
 def names_device_number(entry: Any) -> bool:
-    """Return whether an AOTAutograd cache entry's code contains its GPU's number, and so needs this number."""
+    """Return whether an AOTAutograd cache entry's code contains its GPU's number, and so runs only on that GPU."""
     return any(DEVICE_NUMBER.search(graph.source_code) for graph in graphs_of(entry))
 
 
@@ -125,7 +126,7 @@ def install_kernels(libraries: Mapping[str, bytes]) -> None:
         try:
             check_writers(each, each.stat())
         except ArtifactError as error:
-            raise ArtifactError(f"{error} Or set TORCHINDUCTOR_CACHE_DIR to a folder of your own.") from None
+            raise ArtifactError(f"{error} Or set TORCHINDUCTOR_CACHE_DIR to a cache folder of your own.") from None
     for key, library in libraries.items():
         if key in _files and _files[key].exists():
             continue
@@ -136,7 +137,7 @@ def install_kernels(libraries: Mapping[str, bytes]) -> None:
 
 
 def install_modules(entry: Any, groups: Groups) -> None:
-    """Write the Python modules of an AOTAutograd cache entry to the paths from which it imports them, over others."""
+    """Write the Python modules of an AOTAutograd cache entry to the paths from which it imports them."""
     for graph in graphs_of(entry):
         graph.source_code = with_names(graph.source_code, groups)
         graph.cache_key = code_hash(graph.source_code)

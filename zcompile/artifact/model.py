@@ -204,7 +204,7 @@ class FromFile:
             return program.loaded.function(model, *args, **kwargs)
         text = f"zcompile: {self.path} does not serve a call on rank {dist.get_rank()}: {reason}"
         if self.require:
-            raise RuntimeError(text)
+            raise RuntimeError(f"{text}. Make the file for such calls, too, or leave out require= and sha256=.")
         if not self.warned:
             warnings.warn(f"{text}. Such calls are compiled by this process.", stacklevel=2)
             self.warned = True
@@ -298,7 +298,7 @@ class FromFile:
         try:
             call = of_call(model, args, kwargs)
             verdict = self.examine(model, call)
-            if verdict == FITS:  # the file's fields: ranks may differ in sizes that it has as dynamic
+            if verdict == FITS:  # the file's fields, with `ANY` for dynamic sizes, in which ranks may differ
                 call = find(self.shared.open(str(self.path)).artifact, self.shared.position, call)[0]["call"]
             return verdict, call
         except FileNotFoundError:
@@ -323,7 +323,7 @@ class FromFile:
         differing = [*shared.differing, *find(shared.open(str(self.path)).artifact, shared.position, call)[1]]
         if differing and shared.is_made_here:
             return ABSENT
-        return f"It was made for another model, call or machine: {'; '.join(differing)}." if differing else FITS
+        return f"Make it anew for this model, call and machine: {'; '.join(differing)}." if differing else FITS
 
     def differing(self, model: nn.Module, artifact: Artifact) -> list[str]:
         """Return a line for each field of machine and settings that differs between the file and this rank."""
@@ -361,7 +361,7 @@ class FromFile:
             try:
                 write(self.path, self.shared.data)
             except OSError as error:  # no error: all ranks have the content
-                warnings.warn(f"zcompile: {self.path} could not be written: {error}", stacklevel=2)
+                warnings.warn(f"zcompile: {self.path} is not written, so later runs compile: {error}", stacklevel=2)
         return "", makers
 
     def make_here(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[bytes, str]:

@@ -151,7 +151,7 @@ def precompile(arguments: argparse.Namespace, earlier: Artifact | None) -> tuple
             with contextlib.suppress(_Compiled):
                 loss(model, tree_map_only(torch.Tensor, lambda value: value.to(device), batch(step, 0)))
         if not files:
-            raise BadInput(f"the loss of {arguments.module} did not call the module")
+            raise BadInput(f"the loss function of {arguments.module} did not call the model that build() returned")
         return merge([*files.values()]), makers_of(state_of(model))
     finally:
         dist.destroy_process_group()
@@ -161,7 +161,7 @@ def mark_dynamic(inputs: Any, dimension: int) -> None:
     """Mark dimension number `dimension` of all tensors in `inputs` as dynamic. Raises BadInput if none has it."""
     tensors = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor) and each.ndim > dimension]
     if not tensors:
-        raise BadInput(f"--dynamic {dimension}: no input has so many dimensions")
+        raise BadInput(f"--dynamic {dimension}: no tensor in the model's inputs has this dimension")
     for each in tensors:
         torch._dynamo.maybe_mark_dynamic(each, dimension)
 

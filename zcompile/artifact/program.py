@@ -98,7 +98,9 @@ def make(
             "`torch.compile(model, fullgraph=True)` shows where."
         ) from error
     except RuntimeError as error:  # Dynamo's errors are of this type, too
-        raise ArtifactError(f"zcompile: no artifact can hold the model: {first_line(error)}") from error
+        raise ArtifactError(
+            f"zcompile: no artifact can hold the model: {first_line(error).rstrip('.')}. Compile without an artifact."
+        ) from error
     refuse_meshes(state, made.meshes)
     if line := asks_for_rank(made.sources):
         raise ArtifactError(f"zcompile: no artifact can hold code that reads the rank: {line}. Compile without one.")
@@ -166,7 +168,7 @@ def merge(files: Sequence[bytes]) -> bytes:
     parts: dict[str, bytes] = {}
     for each in artifacts:
         if differing := differences(first.fingerprint, each.fingerprint):
-            raise ArtifactError(f"zcompile: programs of one file differ: {'; '.join(differing)}.")
+            raise ArtifactError(f"zcompile: one file cannot hold code for different settings: {'; '.join(differing)}.")
         parts |= each.parts
         programs |= {(program["position"], *program["call"].items()): program for program in each.facts["programs"]}
     return encode(first.fingerprint, {**first.facts, "programs": list(programs.values())}, parts)
@@ -184,8 +186,8 @@ def find(artifact: Artifact, position: str, call: Mapping[str, str]) -> tuple[Ma
         if program["position"] == position
     ]
     if not found:
-        has = sorted({program["position"] or "no coordinate" for program in artifact.facts["programs"]})
-        raise ArtifactError(f"the file has no code for {position or 'no coordinate'}, only for {' and '.join(has)}")
+        has = sorted({program["position"] or "no tensor parallelism" for program in artifact.facts["programs"]})
+        raise ArtifactError(f"the file is for {' and '.join(has)}, and not for {position or 'no tensor parallelism'}")
     return min(found, key=lambda each: len(each[1]))
 
 
@@ -266,9 +268,9 @@ class Program:
             try:
                 value = self.loaded.look_up(expression, model)
             except Exception as error:
-                raise ArtifactError(f"zcompile: {name} calls {expression}, which is not there: {error!r}.") from None
+                raise ArtifactError(f"zcompile: {name} calls {expression}, which is not found: {error!r}.") from None
             if _identity(value, groups) != identity:
-                raise ArtifactError(f"zcompile: {name} was made with another {expression}: {identity}.")
+                raise ArtifactError(f"zcompile: {name} was made with another {expression}: {identity}. Make it anew.")
             if is_watched:
                 watched.append(expression)
                 found.append(value)
