@@ -230,7 +230,7 @@ def test_small_differences_between_machines_change_nothing():
 def test_a_gpu_has_the_table_of_its_name_or_of_its_nearest_kin_and_the_source_says_so(name, table, is_its_own):
     given, is_of_it = table_of_name(name)
     assert is_of_it == is_its_own and given.name == table
-    assert is_its_own or given.source == f"there is no table for {name}: that of the {table}"
+    assert is_its_own or given.source == f"the table of the {table}, as there is none for {name}"
     assert not is_its_own or given == TABLES[table.lower()]
 
 

@@ -1,7 +1,7 @@
 """Hardware tables: rates of a machine's kernels and times of its transfers, the same on all ranks of a model.
 
-The tables of H200 and CPU were measured. Some rates of the H100 are those of NVIDIA's data sheet (2023), times the
-share of its data sheet that an H200 reaches: 0.75 for dense matmuls. `zcompile calibrate` measures other machines.
+The tables of H200 and CPU were measured. Matmul rates of the H100 are 0.63 to 0.75 of NVIDIA's data sheet (2023), about
+the shares that an H200 reaches; its int8 rate was measured. `zcompile calibrate` measures other machines.
 """
 
 import re
@@ -266,7 +266,7 @@ H100 = replace(
     ),
     bytes_s=2.8e12,  # of 3.35; measured, large additions reach 3.04 and casts 1.9
     memory_bytes=79 << 30,
-    source="the data sheet of the H100 SXM, times what an H200 reaches of its own; attention and memory measured; "
+    source="0.63 to 0.75 of the data sheet of the H100 SXM, as on an H200; attention, int8 and memory measured; "
     "transfers as measured on H200, which has the same NVLink; between hosts, 400 Gb/s for each GPU are assumed",
     adam_bytes_s=2.6e12,  # measured
 )
@@ -305,7 +305,7 @@ def table_of_name(name: str) -> tuple[Hardware, bool]:
         if re.search(pattern, name):
             return table, True
     stand_in = H100 if re.search(r"H100|H800|H20\b", name) else H200
-    return replace(stand_in, source=f"there is no table for {name}: that of the {stand_in.name}"), False
+    return replace(stand_in, source=f"the table of the {stand_in.name}, as there is none for {name}"), False
 
 
 def stand_in_notice(device: torch.device) -> str:
