@@ -44,7 +44,7 @@ def embedding_rows(graph: Graph, link: Link, fused: bool = True) -> None:
         link: its `wire.transport` is the transport.
         fused: whether Inductor compiles the graph. Inductor decomposes `embedding_dense_backward` into ops that round
             as `reduce_rows` does. Without Inductor, the op rounds differently, so it is not rewritten. With Inductor,
-            only a graph that is planned and never run still contains the op, which is then rewritten.
+            only a graph that was traced without its decompositions still contains the op, which is then rewritten.
     """
     if link.wire.transport == "p2p":
         for gather in calls(graph, GATHER):

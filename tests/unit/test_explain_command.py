@@ -33,7 +33,7 @@ def test_a_plan_agrees_with_the_model_and_with_itself(tmp_path, capsys):
     arguments = ["--model", "tiny", "--tokens", "32", "--ranks", "2,4096", "--budgets", "0,1"]
     written = explained(tmp_path, *arguments, "--activation-budgets", "1,0.4")
     told = capsys.readouterr().out
-    assert "embedding.weight" in told and "4096" in told and "Graph breaks" not in told
+    assert "embedding.weight" in told and "4096" in told and "graph breaks" not in told
     two, many = written["ranks"]
     assert two["peak_bytes"] > many["peak_bytes"] and two["step_ms"] < many["step_ms"]
     parameters = sum(parameter.numel() for parameter in load("tiny", None, None, None, False).model.parameters())
@@ -183,7 +183,7 @@ def test_what_runs_between_graphs_is_left_out(build, tmp_path, capsys):
     (plan,) = explained(tmp_path, "--module", f"{__file__}:{build.__name__}", "--ranks", "2")["ranks"]
     gathered = {gather["parameter"] for graph in plan["graphs"] for gather in graph["gathers"]}
     assert "model.last.weight" in gathered
-    assert "Graph breaks, so that parts of the model are in no figure (" in capsys.readouterr().out
+    assert "The model has graph breaks, so no figure counts all of it (" in capsys.readouterr().out
     assert ("model.inner.first" in gathered) is ("model.inner.second" in gathered) is (build is breaks)
 
 
@@ -209,7 +209,7 @@ def pair():
         slow_case(*(["--model", "tiny", "--memory-limit", "60MiB"], "keeps to memory_limit, 60.0 MiB. The least is")),
         (["--transport", "ncll"], "--transport must be one of p2p, nccl on H200, not 'ncll'"),
         (["--transport", "p2p", "--ranks", "16"], "p2p reaches the 8 ranks"),
-        (["--transport", "p2p", "--gather-dtype", "int8"], "travels by NCCL, not peer to peer: take --transport nccl"),
+        (["--transport", "p2p", "--gather-dtype", "int8"], "are gathered by NCCL, not peer to peer: take --transport"),
         (["--module", f"{__file__}:pair"], "must return a module, batch"),
     ],
 )

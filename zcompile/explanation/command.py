@@ -87,7 +87,7 @@ def _link(hardware: Hardware, transport: str | None, world: int, narrow: NarrowG
             f"p2p reaches the {hardware.domain} ranks that share the fast links, not {world}: take --transport nccl"
         )
     if narrow is not None and transport == "p2p":
-        raise BadInput("--gather-dtype travels by NCCL, not peer to peer: take --transport nccl")
+        raise BadInput("parameters of --gather-dtype are gathered by NCCL, not peer to peer: take --transport nccl")
     return replace(hardware.over(transport, world), narrow=narrow)
 
 
@@ -261,7 +261,7 @@ def run(arguments: argparse.Namespace) -> int:
     if graph_breaks := counters["graph_break"] - before:
         reasons = "; ".join(reason.splitlines()[0] for reason in graph_breaks)
         print(
-            f"Graph breaks, so that parts of the model are in no figure ({reasons}). "
+            f"The model has graph breaks, so no figure counts all of it ({reasons}). "
             'TORCH_LOGS="graph_breaks" says where.'
         )
     return 0
