@@ -20,7 +20,7 @@ def sink_gathers(graph: Graph) -> None:
         if node in floating:
             continue
         pending = [source for source in node.all_input_nodes if source in floating]
-        needed: list[Node] = []  # readers before what they read
+        needed: list[Node] = []  # each node before the nodes that it reads
         while pending:
             link = pending.pop()
             if link not in placed:

@@ -450,6 +450,6 @@ def _warn_if_unsharded(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     if any(type(value) is torch.nn.Parameter and not hasattr(value, UNIT) for value in unsharded):
         warnings.warn(
             "zcompile: this graph reads parameters that are not sharded, so every rank keeps all of them and gradients "
-            "are not reduced. Call zcompile.shard(model) before compiling. It is compiled as Inductor would.",
+            "are not reduced. Call zcompile.shard(model) before compiling. This graph is compiled as by Inductor.",
             stacklevel=2,
         )

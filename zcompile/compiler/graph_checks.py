@@ -76,7 +76,7 @@ def _refuse_lost_writes(graph: Graph, gathers: Gathers, names: dict[str, str]) -
 def _refuse_reads_on_other_streams(graph: Graph, gathers: Gathers, names: dict[str, str]) -> None:
     """Raise if forward enters a stream and reads a gathered parameter there, where nothing waits for the gather."""
     for node in graph.nodes:
-        if not node.meta.get("custom", {}).get("stream"):  # 0 is the current one
+        if not node.meta.get("custom", {}).get("stream"):  # 0: the current stream
             continue
         for read in (node, *node.all_input_nodes):
             if (gather := gathers.get(_storage_of(read.meta.get("example_value")))) is not None:

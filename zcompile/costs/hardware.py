@@ -254,7 +254,7 @@ H200 = Hardware(
 )
 
 H100 = replace(
-    H200,  # with the same NVLink 4, and the same attention as measured
+    H200,  # which has the same NVLink 4, and the attention rate of an H100
     name="H100",  # SXM
     matmul_flops_s=(
         (torch.bfloat16, 700e12),  # of 989

@@ -48,7 +48,7 @@ class Costs:
         note_unbacked_sizes(graph)
         self.liveness = Liveness(graph, fused)
         self.seconds: dict[Node, float] = {}  # of compute
-        self.without_formula: dict[str, float] = {}  # of ops without one, by name: they count as bytes
+        self.without_formula: dict[str, float] = {}  # by op without a cost formula: time of its bytes
         self._segment = -1
         self._read: set[Storage] = set()  # by the kernels of that segment
         for node in self.liveness.nodes:
@@ -93,7 +93,7 @@ class Costs:
                 if source is node.args[0] and (is_by_item := READ_BY_ITEM.get(node.target)) is not None:
                     sizes, out = sizes_of(source), sizes_of(node)
                     total += min(source_bytes, read_bytes_at(sizes, out, is_by_item))
-                    continue  # others may read the rest of it
+                    continue  # other nodes may read the rest of the storage, so it does not count as read
                 self._read.add(storage)
                 total += source_bytes
         if node.target is aten.embedding.default:  # reads only the rows that it returns

@@ -93,7 +93,7 @@ def without_compiled_calls(model: nn.Module) -> Iterator[None]:
 def copied(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
     copy, copies = Graph(), dict[Node, Node]()
     copy.output(copy.graph_copy(graph, copies))
-    copy.owning_module = graph.owning_module  # which has the subgraphs that nodes name
+    copy.owning_module = graph.owning_module  # has the subgraphs that `get_attr` nodes name
     return copy, copies
 
 

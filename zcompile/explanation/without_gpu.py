@@ -117,4 +117,4 @@ def triton_without_gpu() -> Iterator[None]:
     try:
         yield
     finally:
-        driver.set_active(None)  # it looks for GPUs anew
+        driver.set_active(None)  # the next use looks for GPUs again

@@ -28,7 +28,7 @@ def collective_s(node: Node, link: Link) -> float:
         return of_group.reduce_s(given)
     if name.startswith("all_reduce"):  # a reduce-scatter, then an all-gather
         return of_group.reduce_s(given) + of_group.gather_s(given)
-    return of_group.gather_s(max(given, result))  # all_to_all, broadcast: each rank receives what others have
+    return of_group.gather_s(max(given, result))  # all_to_all, broadcast: each rank receives others' parts
 
 
 def collective_bytes(node: Node) -> int:
