@@ -74,8 +74,8 @@ std::set<std::string> names_of(const Groups& groups) {
 
 // Destroys a model with the GIL released. A transport's destructor waits for CUDA streams, these may wait for another
 // rank, and that rank for another Python thread of this process. In autograd, the caller may hold no GIL. The model is
-// not destroyed while the interpreter ends, because other ranks may be gone, so the wait may be endless; nor if the GPU
-// has failed, because torch's symmetric memory would abort the process when it is freed.
+// not destroyed while the interpreter ends, because the wait for a rank that is gone may be endless; nor if the GPU has
+// failed, because torch's symmetric memory would abort the process when it is freed.
 void delete_without_gil(Model* model) {
   if (Py_IsInitialized() == 0 || is_finalizing()) return;
   std::optional<py::gil_scoped_release> released;
@@ -186,10 +186,10 @@ void bind_captured_graphs(py::module& module) {
       .def(py::init<>())
       .def_readonly("obstacle", &HostRecording::obstacle)
       .def("is_of", &is_of, py::arg("models"));
-  module.def("observe_effects", &HostEffects::observe, "Records effects on this thread until stop_observing().");
+  module.def("observe_effects", &HostEffects::observe, "Records ops' host work on this thread until stop_observing().");
   module.def("stop_observing", &stop_observing, py::arg("models"));
   module.def("may_replay", &may_replay, py::arg("model"));
-  module.def("note_nothing", &HostEffects::ignore, "For tests: ignores effects on this thread until note_again().");
+  module.def("note_nothing", &HostEffects::ignore, "For tests: this thread's ops do no host work until note_again().");
   module.def("note_again", &HostEffects::resume);
 }
 
@@ -229,7 +229,7 @@ void bind_shard_layout(py::module& module) {
       "For tests: the bytes of one piece where pieces of several parameters are packed.");
 }
 
-// For tests alone: what the peer-to-peer transport does on the host to share memory, which needs no GPU.
+// For tests alone: the part of sharing memory between ranks (p2p) that runs on the host and needs no GPU.
 void bind_sharing(py::module& module) {
   py::class_<DescriptorSockets>(
       module, "DescriptorSockets", "For tests: sockets by which ranks of one host give each other file descriptors.")
@@ -280,7 +280,7 @@ void bind_numerics(py::module& module) {
         return at::from_blob(
             tensor.mutable_data_ptr(), tensor.sizes(), [tensor](void*) {}, tensor.options(), tensor.device());
       },
-      "A contiguous tensor over the same memory, with a storage of its own, by which the runtime finds it.");
+      "A contiguous tensor over the same memory, with a storage of its own, by which the runtime finds a parameter.");
   module.def("cast", &cast, ReleaseGil(), py::arg("sources"), py::arg("destinations"));
   module.def(
       "mean",

@@ -42,7 +42,7 @@ std::shared_ptr<ParamState> find_in_domain(const at::Tensor& shard, int64_t doma
   auto param = find_param(shard);
   TORCH_CHECK(
       param->model->domain() == domain % domains_of_model, "zcompile::", op, ": '", param->name, "' is in domain ",
-      param->model->domain(), ", but the op is for domain ", domain);
+      param->model->domain(), " (one per mesh), but the op is for domain ", domain, ". Compile again.");
   return param;
 }
 
@@ -344,7 +344,7 @@ TORCH_LIBRARY(zcompile, library) {
   library.def(
       "reduce_rows_start(Tensor grad, Tensor shard, int[] shape, ScalarType dtype, Tensor indices, int domain=0) -> "
       "Tensor");
-  // Waits for a reduce. Returns its result in the same memory. Takes `grad` so that Inductor does not reuse it before.
+  // Waits for a reduce. Returns its result in the same memory. Takes `grad` so that its memory is not reused before.
   library.def("reduce_wait(Tensor(a) pending, Tensor grad) -> Tensor(a)");
 }
 

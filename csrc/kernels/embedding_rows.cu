@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(threads) read_rows_kernel(
     if (row < 0 || row >= total) {
       if (threadIdx.x == 0)
         printf(
-            "zcompile: an embedding is read at row %lld of %lld\n", static_cast<long long>(row),
+            "zcompile: index %lld is out of range for an embedding of %lld rows\n", static_cast<long long>(row),
             static_cast<long long>(total));
       __trap();
     }

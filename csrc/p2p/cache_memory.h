@@ -35,14 +35,14 @@ struct CachedShard {
   std::shared_ptr<const Block> block;  // this rank's pages; null: the shard is too small to be mapped again
   uint32_t group = 0;  // a refresh writes shards in groups, and this one in this group (schedule/cache_layout.h)
 
-  // The main parameter whose optimizer step wrote the copy; reset by the next refresh.
+  // The storage of the main parameter, if an optimizer step wrote the copy from it; reset by the next refresh.
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> stepped;
 
   int64_t element_bytes() const { return static_cast<int64_t>(c10::elementSize(dtype)); }
   int64_t bytes() const { return param->chunk * element_bytes(); }  // of each rank's piece
   int64_t offset_on(int64_t rank) const { return offset - head_bytes(bytes(), rank); }
   char* on(int64_t rank) const { return buffer->at(rank, offset_on(rank)); }
-  // The pages that are whole on every rank. If the last piece is shorter than the others, padding follows it.
+  // The pages that are whole on every rank. If the last rank's piece is shorter than the others, they end in padding.
   OwnPages own_pages(int64_t rank) const { return {page_above(rank * bytes()), mapped_bytes, block}; }
 };
 

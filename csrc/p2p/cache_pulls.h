@@ -55,7 +55,7 @@ class CachePulls {
   void start_refresh() { arrived_ = started_ = 0; }
   Lane& lane() { return lane_; }
   const c10::cuda::CUDAStream& own_stream() const { return own_; }
-  void renew_events();  // see Reducer
+  void renew_events();  // see Reducer::renew_events
 
  private:
   struct Copies {

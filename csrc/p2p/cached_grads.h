@@ -34,7 +34,7 @@ class CachedGrads {
   void count_reduces(int64_t count) { placement_.count_reduces(count); }
   void finish_backward(bool is_caching) { placement_.finish_backward(is_caching); }
   size_t learned() const { return is_off_ ? 0 : placement_.learned(); }
-  // Stops placing gradients, on all ranks alike. `learned` is then the same on all ranks.
+  // Stops placing gradients. All ranks must call it, because ranks compare learned(), which is 0 from now on.
   void turn_off() { is_off_ = true; }
 
   // Returns an uninitialised gradient of `param` in the place of dead shards; undefined if there is no room.

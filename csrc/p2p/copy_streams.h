@@ -10,7 +10,8 @@
 //
 // Exceptions (cache_pulls.cpp):
 //   - If at most 4 MiB of this rank's own shards must be copied, the copy is on the stream of the pulls.
-//   - In backward, larger copies have a stream of their own: `work` waits for gradients, and pulls would wait for them.
+//   - In backward, larger copies of own shards have a stream of their own: on `work`, they would wait for gradients of
+//     peers; on the stream of the pulls, they would delay later pulls.
 //   - If ranks start transfers together (signals.h), the barriers before copies run on the copy streams.
 #pragma once
 

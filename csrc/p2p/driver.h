@@ -16,7 +16,7 @@ Function find_driver_function(const char* name) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found{};
   C10_CUDA_CHECK(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found));
-  TORCH_CHECK(function && found == cudaDriverEntryPointSuccess, "zcompile: this driver has no ", name);
+  TORCH_CHECK(function && found == cudaDriverEntryPointSuccess, "zcompile: update the CUDA driver: it has no ", name);
   return reinterpret_cast<Function>(function);
 }
 

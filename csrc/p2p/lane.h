@@ -32,7 +32,7 @@ class Lane {
   const c10::cuda::CUDAStream& stream() const { return stream_; }
   // Records a wait that is about to be issued, and returns the number that the stream writes after it.
   uint32_t expect(PeerWait wait);
-  // Returns a number to write before the next wait, whose duration then counts from when the stream reaches it.
+  // Returns a number that the stream must write right before the next wait: the wait's duration counts from this write.
   uint32_t arrive();
   void* reached_address() const { return reached_; }  // of the word to which the stream writes these numbers
 
@@ -41,7 +41,7 @@ class Lane {
     std::chrono::steady_clock::duration since;
   };
   // Returns the oldest wait that has not ended, and how long it has been the oldest. Empty if there is no such wait, or
-  // if the stream has not reached the wait.
+  // if the stream has not yet written the number of arrive() before the wait.
   std::optional<Overdue> oldest();
 
  private:

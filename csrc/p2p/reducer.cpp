@@ -101,7 +101,7 @@ void Reducer::note(const Collective& next, const ShardedParam& param) {
 void Reducer::count_piece() {
   HostEffects::note([this] { pieces_ += 1; });
   HostEffects::repeat([this, captured = region()] {
-    TORCH_CHECK(captured == region(), "zcompile: a replay would push a gradient into another region than its capture");
+    TORCH_CHECK(captured == region(), "zcompile: a replay would use another buffer than its capture: a zcompile bug");
   });
 }
 
@@ -205,7 +205,7 @@ void Reducer::add_up(const Piece& piece) {
     }
     means.push_back(
         {std::move(rows), part.request->grad.scalar_type(), slice(part.sum, part.begin, numel),
-         replicas_ ? ReduceExtras{} : part.extras(numel)});  // with replicas, the mean over replicas takes the extras
+         replicas_ ? ReduceExtras{} : part.extras(numel)});  // with replicas, mean_over_replicas() adds the extras
   }
   mean(means, divisor());
 }
@@ -236,7 +236,7 @@ void Reducer::add_up_rows(const RowsPiece& piece, const at::Tensor& sum) {
              numel = piece.count_of(rank) * piece.columns();
   const auto out = sum.narrow(0, begin, numel);
   const auto& [base, squares] =
-      replicas_ ? ReduceExtras{} : piece.request->extras;  // with replicas, the mean over replicas takes the extras
+      replicas_ ? ReduceExtras{} : piece.request->extras;  // with replicas, mean_over_replicas() adds the extras
   const auto own_base = base.defined() ? base.narrow(0, begin, numel) : base;
   const auto stream = work_.stream().stream();
   if (!own_base.defined() && numel > 0)
@@ -267,7 +267,7 @@ int64_t Reducer::RowsPiece::has_offset() const {
   return align_copy(most * columns() * static_cast<int64_t>(c10::elementSize(request->wire)));
 }
 
-// Rows that fit into a slot, with the word of each that says whether it is present.
+// Returns how many rows fit into a slot, with a word for each row that says whether the row is present.
 int64_t Reducer::rows_of_slot(int64_t row_bytes) const {
   return (slot_bytes_ - copy_alignment) / (row_bytes + static_cast<int64_t>(sizeof(uint32_t)));
 }

@@ -55,7 +55,7 @@ class Reducer {
   void finish(const c10::cuda::CUDAStream& stream);
   // Begins with the first region again; a collective call. On `work`, all ranks have added up all pieces before it.
   void start_over();
-  // Records all events on the current stream, which has waited for the earlier ones. See transport.h.
+  // Records all events on the current stream, which has waited for the earlier ones: see P2pTransport::fork_streams.
   void renew_events();
   uint32_t pieces() const { return pieces_; }
   int64_t bytes() const { return staging_.bytes(); }

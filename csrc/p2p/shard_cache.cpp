@@ -211,7 +211,7 @@ void ShardCache::renew_events() {
 
 void ShardCache::refresh() {
   if (HostEffects::is_recording() || HostEffects::has_prepared())
-    HostEffects::obstruct("gathers between which cached shards are refreshed");
+    HostEffects::obstruct("gathers between which the shards that peers read (p2p) are refreshed");
   if (!has_begun_) make_room();
   if (memory_.buffers().empty()) {
     staleness_.finish_refresh();
@@ -245,7 +245,7 @@ void ShardCache::begin_refresh() {
   signals_.barrier(
       signal::done_reading,
       [this] { return tag(progress_.refreshes, c10::get_hash(memory_.layout_hash(), grads_.learned())); }, work_,
-      {"to have read the shards of the step before"});
+      {"to have read the shards of the previous step"});
   reducer_.start_over();
   has_begun_ = true;
 }
@@ -277,19 +277,19 @@ bool ShardCache::is_written_by_step(CachedShard& shard) {
 }
 
 bool ShardCache::fused_adam_step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) {
-  // Copies may still be gathered, or do not exist yet.
+  // The step must not write copies that peers may still gather, nor copies without memory.
   if (in_backward() || context_.is_caching() || memory_.buffers().empty()) return false;
   if (!has_begun_) {
     make_room();
     staleness_.expire();
     begin_refresh();
   }
-  // Checked after the barrier, because the shards of another rank may be supported, and it then waits at the barrier.
+  // Checked after the barrier: if only this rank's tensors are not supported, other ranks still wait at the barrier.
   if (!can_launch_adam(requests)) return false;
   std::vector<CachedShard*> shards;
   std::vector<CopyTarget> copies;
   for (const auto& request : requests) {
-    const auto& whole = request.param->shard;  // offloaded states step elsewhere, or in parts, without copies
+    const auto& whole = request.param->shard;  // with offload, `main_param` is other memory, or a part
     const bool is_shard =
         request.main_param.const_data_ptr() == whole.const_data_ptr() && request.main_param.numel() == whole.numel();
     auto* shard = shards.emplace_back(is_shard ? memory_.find_placed(*request.param) : nullptr);

@@ -10,7 +10,8 @@
 // A gather that finds its copy stale refreshes all copies; see [Note: when cached copies are stale] in
 // schedule/staleness.h. A fused optimizer step may write copies itself, because it computes the new main parameters
 // (schedule/adam_schedule.h). Ranks then synchronise before the step, not before the refresh, and the refresh casts
-// only main parameters whose copy the step did not write. Later writes to the others must increase version counters.
+// only main parameters whose copy the step did not write. If a later write to another main parameter increases no
+// version counter, the refresh does not cast it again, and peers gather the values of the step.
 //
 // The first step shows which parameters are gathered, in which dtypes. Gathers of a parameter and dtype use c10d until
 // a refresh has allocated the copy.
@@ -48,10 +49,11 @@ class ShardCache {
   std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests, std::vector<GatherRequest>& uncached);
   // Starts to gather some rows of a parameter; returns null if the parameter is not cached.
   std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request);
-  // Returns memory for the next gather of a parameter that is only read, padded to equal pieces per rank. Undefined if
-  // the caller has to allocate the memory. See [Note: aliased parameters] in aliased_params.h.
+  // Returns memory for the next gather of `param`, flat, padded to equal pieces per rank. This rank's piece in it is
+  // the cached shard, mapped again: a write to it would change the values that peers gather. See [Note: aliased
+  // parameters] in aliased_params.h. Undefined if the caller must allocate the memory and copy this piece.
   at::Tensor alias(const ShardedParam& param, at::ScalarType dtype);
-  // Returns memory for the gradient of `param` in the place of dead shards; undefined if there is not enough.
+  // Returns memory for the gradient of `param` in place of shards that this backward gathers no more; else undefined.
   at::Tensor place_gradient(const ShardedParam& param);
   void count_reduces(int64_t count) { grads_.count_reduces(count); }
   void finish_backward();
@@ -71,7 +73,7 @@ class ShardCache {
 
  private:
   bool is_stale(const CachedShard& shard) const;
-  // Returns the copy, refreshed; null if it cannot be pulled.
+  // Returns the copy, refreshed if it was stale; null if a gather must use c10d.
   CachedShard* find(const ShardedParam& param, at::ScalarType dtype);
 
   void refresh();
@@ -91,7 +93,7 @@ class ShardCache {
   Reducer& reducer_;
   CachedGrads grads_;
   Staleness staleness_;
-  bool has_begun_ = false;  // whether a refresh has begun: ranks have synchronised, copies may be written
+  bool has_begun_ = false;  // whether ranks have synchronised for a refresh, so that copies may be written
   bool has_graphs_ = false;
 };
 

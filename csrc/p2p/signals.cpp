@@ -60,7 +60,8 @@ CUgraphNode last_node(cudaStream_t stream) {
   const auto result = info(stream, &status, &id, &graph, &nodes, &count);
   TORCH_CHECK(
       result == CUDA_SUCCESS && status == CU_STREAM_CAPTURE_STATUS_ACTIVE && count == 1,
-      "zcompile: a signal was not captured: error ", std::to_string(result), ", ", std::to_string(count), " nodes");
+      "zcompile: a p2p signal was not captured as one node of the CUDA graph: driver error ", std::to_string(result),
+      ", ", std::to_string(count), " nodes. Train without CUDA graphs.");
   return nodes[0];
 }
 
@@ -135,7 +136,7 @@ std::string Signals::missing(const PeerWait& wait, cudaStream_t stream) const {
     if (rank == rank_ || (tagged ? ahead == 0 : ahead >= 0)) continue;
     const bool same_number = tagged && posted[rank] >> 16 == wait.number >> 16;
     text += (text.empty() ? "rank " : "; rank ") + std::to_string(rank) +
-            (same_number ? " moves something else" : " is missing") + " (posted " + hex(posted[rank]) + ", not " +
+            (same_number ? " transfers other parameters" : " is missing") + " (posted " + hex(posted[rank]) + ", not " +
             hex(wait.number) + ")";
   }
   return text;
@@ -181,7 +182,7 @@ void Signals::start_pull(Number number, Lane& lane, int64_t param) {
 void Signals::append_waits_of_pull(Operations& operations, uint32_t number, Lane& lane, int64_t param) {
   const auto refresh = static_cast<uint16_t>(number >> 16);
   const auto reached = address(lane.reached_address());
-  // Otherwise, if the host is far ahead of the device, a long wait would look like a missing peer.
+  // The wait's duration counts from this arrival: from its issue, it would also be long if the host is far ahead.
   const auto arrival = lane.arrive();
   operations.push_back(write_operation(reached, arrival));
   if (static_cast<int16_t>(refresh - resume_) >= 0) {
@@ -204,7 +205,7 @@ Signals::GaveUp Signals::give_up(const PeerWait& wait, std::chrono::steady_clock
   constexpr int most_times = 10;
   const auto refresh = static_cast<uint16_t>(wait.number >> 16);
   if (wait.signal != signal::pulling || (since < patience && given_up_ != refresh)) return GaveUp::no;
-  // A late peer may still overwrite these numbers with its own. The watchdog then gives up the next wait again.
+  // A late peer may still overwrite these numbers with its own, lower ones. The watchdog then gives up the next wait.
   Operations operations;
   for (int64_t peer = 0; peer < world_; ++peer) {
     operations.push_back(write_operation(address(word(signal::pulling, rank_, peer)), wait.number | 0xffff));

@@ -36,7 +36,7 @@ class Trial {
     void* memory = nullptr;
     C10_CUDA_CHECK(cudaHostAlloc(&memory, sizeof(uint32_t), cudaHostAllocMapped));
     word_ = static_cast<volatile uint32_t*>(memory);
-    // This also loads all kernels. Later, the load of a kernel would block on the pending wait.
+    // This also loads all kernels. In a later timing, the load of a kernel would block on the pending wait.
     alone_us_ = fastest_us(nullptr);
   }
   ~Trial() { cudaFreeHost(const_cast<uint32_t*>(word_)); }
@@ -69,7 +69,7 @@ class Trial {
     constexpr auto patience = std::chrono::milliseconds(50);
     CUDAEvent begin(cudaEventDefault), end(cudaEventDefault);
     *word_ = 0;
-    // Another thread ends the wait, because this one may block on a thread that waits for the device.
+    // Another thread ends the wait: this one may block on a thread that waits for the device, and so for this wait.
     std::jthread release([this, patience](const std::stop_token& stop) {
       std::mutex mutex;
       std::unique_lock lock(mutex);

@@ -172,8 +172,8 @@ class P2pTransport : public Transport {
         has_warned_ = true;
         std::fprintf(
             stderr,
-            "zcompile: rank %s gathers '%s' while other ranks do not. It goes on without them, but gathers are slower "
-            "if ranks do not gather the same parameters at the same time.\n",
+            "zcompile: rank %s gathers '%s', and another rank does not, for example because it compiles. This rank "
+            "goes on without it. Results are right, but such gathers are slower.\n",
             std::to_string(context_.rank()).c_str(), context_.param(overdue.wait.param).name.c_str());
       }
       return gave_up != Signals::GaveUp::no;
@@ -190,7 +190,7 @@ class P2pTransport : public Transport {
            " until the process group's timeout: a rank stopped, left the training loop early, or gathers or reduces "
            "other parameters than this rank. " +
            (missing.empty() ? "" : "In the gather group, " + missing + ". ") +
-           "This process's use of the GPU ends here.";
+           "This process cannot use the GPU any more: restart all ranks.";
   }
 
   std::unique_ptr<Transport> c10d_;

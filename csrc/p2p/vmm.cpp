@@ -44,7 +44,7 @@ Block::Block(c10::Device device, int64_t bytes, bool shared) : bytes_(bytes) {
   TORCH_CHECK(
       page_bytes % static_cast<int64_t>(granularity) == 0,
       "zcompile: " + device.str() + " maps memory in pieces of " + std::to_string(granularity) + " bytes, more than " +
-          std::to_string(page_bytes) + ": use another transport than p2p");
+          std::to_string(page_bytes) + ", so p2p does not work on it: use transport='nccl'");
   const auto create = [&] {
     return ZCOMPILE_DRIVER(cuMemCreate)(&handle_, static_cast<size_t>(bytes), &properties, 0ULL);
   };
@@ -56,7 +56,7 @@ Block::Block(c10::Device device, int64_t bytes, bool shared) : bytes_(bytes) {
   TORCH_CHECK_WITH(
       OutOfMemoryError, result != CUDA_ERROR_OUT_OF_MEMORY,
       "CUDA out of memory: zcompile's peer-to-peer transport asked for " + std::to_string(bytes) + " bytes on " +
-          device.str());
+          device.str() + ". Free memory there, or use transport='nccl'.");
   TORCH_CHECK(result == CUDA_SUCCESS, "zcompile: cuMemCreate failed with driver error " + std::to_string(result));
 }
 
@@ -117,7 +117,7 @@ SharedBlocks::SharedBlocks(
     : device_(device) {
   auto sockets = DescriptorSockets::connect_all(group, device, rank, world, timeout_of(group));
   fail_together(group, device, [&] {
-    const auto connected = std::move(sockets);  // closed when this call returns or throws
+    const auto connected = std::move(sockets);  // closed at the end: if share() throws, peers that wait throw too
     share(*connected, rank, world, sizes);
   });
 }

@@ -19,7 +19,7 @@ namespace zcompile::cuda {
 // Waits for all work of `device`, because memory must not be unmapped while work runs.
 void synchronize(c10::Device device) noexcept;
 
-// Physical memory without an address.
+// Physical memory of a GPU, without an address.
 class Block {
  public:
   Block(c10::Device device, int64_t bytes, bool shared);

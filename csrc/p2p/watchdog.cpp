@@ -77,7 +77,7 @@ void Watchdog::fail(const PeerWait& wait) {
   if (launch_trap(stream_) == cudaSuccess) ends_within(stream_, patience);
   const auto state = cudaStreamQuery(stream_);
   if (state != cudaSuccess && state != cudaErrorNotReady) return;  // the context has ended
-  std::fprintf(stderr, "zcompile: the GPU runs nothing any more. The process ends here.\n");
+  std::fprintf(stderr, "zcompile: after the error above, the GPU does not respond. This process is aborted.\n");
   std::abort();
 }
 

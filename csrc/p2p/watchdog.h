@@ -20,10 +20,10 @@ namespace zcompile::cuda {
 
 class Watchdog {
  public:
-  // Returns the message of an error. It may use the stream, on which nothing else is pending.
+  // Returns the message of an error. It may use the stream, the watchdog's own, on which nothing else is pending.
   using Describe = std::function<std::string(const PeerWait&, cudaStream_t)>;
   // Ends a wait that has lasted too long, if its lane can go on without the peer, and returns whether it did. It may
-  // use the stream, on which nothing else is pending.
+  // use the stream, as Describe may.
   using GiveUp = std::function<bool(const Lane::Overdue&, cudaStream_t)>;
 
   // Starts a thread that watches `lanes`, which must outlive the watchdog.
@@ -44,7 +44,7 @@ class Watchdog {
   GiveUp give_up_;
   c10::DeviceIndex device_;
   // The watchdog's own stream. Operations after a hanging one in a hardware queue never run, and streams of equal
-  // priority share queues. So it has the GPU's highest priority; on GPUs with many priorities, torch's pool does not.
+  // priority share queues. So it has the GPU's highest priority. If a GPU has many, no stream of torch's pool has this.
   cudaStream_t stream_ = nullptr;
   std::atomic<bool> failed_{false};
   std::string message_;  // written once, before failed_

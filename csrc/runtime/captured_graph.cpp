@@ -86,13 +86,13 @@ CapturedGraph::CapturedGraph(
     transports_.emplace_back(model->transport());
   }
   Kept owned;
-  for (const auto& weak : pool_->results_) {  // this graph may reuse the memory of results without references
+  for (const auto& weak : pool_->results_) {  // this graph may reuse the memory of results that the program dropped
     const auto result = weak.lock();
     if (!result) continue;
     if (result->holders() == 0) result->owner = at::Tensor();
     if (result->owner.defined()) owned[result->address] = result->nbytes;
   }
-  pool_->move_results({}, owned);  // results whose memory an earlier capture has reused
+  pool_->move_results({}, owned);  // moves results whose memory an earlier capture may have reused
   std::unordered_map<GraphPool::Result*, int64_t> of_inputs;
   std::vector<std::shared_ptr<GraphPool::Result>> results;
   for (size_t i = 0; i < inputs.size(); ++i) {

@@ -49,7 +49,7 @@ class GraphPool {
     void* address;
     size_t nbytes;
     c10::Device device;
-    at::Tensor owner;  // owns the memory until a capture may reuse it
+    at::Tensor owner;  // owns the memory; undefined once a capture may reuse it
     WeakStorage storage{c10::intrusive_ptr<c10::StorageImpl>()};  // returned by the last replay
 
     int64_t holders() const;  // number of references to `storage`

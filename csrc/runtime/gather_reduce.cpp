@@ -84,7 +84,7 @@ class ProfilerRange {
 Model& model_of(c10::ArrayRef<ParamState*> params) {
   auto& model = *params.front()->model;
   for (const auto* param : params) {
-    TORCH_CHECK(param->model == &model, "zcompile: parameters of several sharded models are moved together");
+    TORCH_CHECK(param->model == &model, "zcompile: parameters of several sharded models are moved together by one op");
   }
   model.note_backward();
   return model;
@@ -108,7 +108,7 @@ void wait_for(const at::Tensor& destination, const char* op) {
   const auto found = InFlightTable::instance().finish(destination);
   TORCH_CHECK(
       found, "zcompile::", op,
-      ": this tensor is not in flight; it was waited for already or never started, or its model was freed");
+      ": this tensor is not in flight: it was waited for already, no op started it, or its model was freed");
   const auto& [model, in_flight] = *found;
   if (in_flight.transfer) wait_for(in_flight, *model, op);
   if (in_flight.cache_for) model->cache().add(*in_flight.cache_for, in_flight.destination);
@@ -116,7 +116,7 @@ void wait_for(const at::Tensor& destination, const char* op) {
 
 struct Unsharded {
   at::Tensor tensor;
-  at::Tensor padded;  // its whole storage, flat, padded to equal pieces, so that one collective serves all sizes
+  at::Tensor padded;  // its whole storage, flat, with the padding that makes the pieces of all ranks equal in size
 };
 
 Unsharded make_unsharded(const ParamState& param, at::ScalarType dtype, bool only_read) {
@@ -140,7 +140,7 @@ at::Tensor as_flat(const at::Tensor& tensor) { return tensor.contiguous().as_str
 at::Tensor as_wire(const Transport& transport, const ParamState& param, const at::Tensor& grad) {
   TORCH_CHECK(
       grad.sizes() == at::IntArrayRef(param.shape), "zcompile::reduce: the gradient of '", param.name, "' has shape ",
-      grad.sizes(), ", the parameter ", at::IntArrayRef(param.shape));
+      grad.sizes(), ", but the parameter has shape ", at::IntArrayRef(param.shape));
   TORCH_CHECK(
       param.shard.element_size() > 1, "zcompile::reduce: the parameter '", param.name, "' has dtype ",
       param.shard.scalar_type(), " on rank ", param.model->rank(),
@@ -206,7 +206,7 @@ std::vector<at::Tensor> gather_components_start(c10::ArrayRef<ParamState*> compo
     auto& component = *components[i];
     TORCH_CHECK(
         inputs[i].numel() == component.chunk, "zcompile: an all-gather input of '", component.name, "' has ",
-        inputs[i].numel(), " elements on rank ", component.model->rank(), ", the one before had ", component.chunk);
+        inputs[i].numel(), " elements on rank ", component.model->rank(), ", not ", component.chunk, ": zcompile bug");
     refuse_change_before_backward(component);
     dtypes.push_back(inputs[i].scalar_type());
     before.push_back(std::exchange(component.shard, as_flat(inputs[i].detach())));
@@ -320,8 +320,8 @@ namespace {
 
 int64_t columns_of(const ParamState& param) {
   TORCH_CHECK(
-      param.shape.size() == 2, "zcompile: '", param.name, "' has shape ", at::IntArrayRef(param.shape),
-      ": only a matrix has rows");
+      param.shape.size() == 2, "zcompile: gather_rows or reduce_rows of '", param.name, "', of shape ",
+      at::IntArrayRef(param.shape), ": only a matrix has rows. Use gather or reduce.");
   return param.shape[1];
 }
 
@@ -357,7 +357,7 @@ at::Tensor reduce_rows_start(
     return defer_reduce(model, param, dense);
   }
   note_reduces(model, param);
-  const auto flat = flat_indices(indices).clone();  // compiled code may reuse their memory before the read
+  const auto flat = flat_indices(indices).clone();  // compiled code may reuse the memory before the transfer reads it
   const auto rows = as_flat(grad).view({flat.numel(), columns_of(*param)});
   const auto wire = transport->wire_dtype(*param, dtype);
   const auto wire_bytes = rows.numel() * static_cast<int64_t>(c10::elementSize(wire));

@@ -72,7 +72,7 @@ class GradSquares {
   // Returns the fp64 tensor whose elements add up to the sum of squares of `gradient`. Empty unless `gradient` is the
   // result of the only reduce since clear(). The caller must ensure that nothing has written to `gradient` since.
   std::optional<at::Tensor> squares_of(const at::Tensor& gradient) const;
-  // Begins again. Returns the tensor of squares, which the caller must set to zero; empty if no reduce added to it.
+  // Forgets all reduces. Returns the tensor of squares, which the caller must zero; empty if no reduce added to it.
   std::optional<at::Tensor> clear();
 
  private:

@@ -47,7 +47,7 @@ void HostShards::add(ParamState& param, std::optional<at::ScalarType> dtype) {
   params_.push_back(&param);
   TORCH_CHECK(
       param.shard.numel() == host.piece.length_of(rank()), "zcompile: the main parameter of '", param.name, "' has ",
-      param.shard.numel(), " elements on host ", rank(), ", not ", host.piece.length_of(rank()));
+      param.shard.numel(), " elements on host ", rank(), ", not ", host.piece.length_of(rank()), ": a zcompile bug");
 }
 
 // Allocates memory for the host shard, unless it already has memory of the right dtype and device.
@@ -107,7 +107,7 @@ void HostShards::start_gather(c10::ArrayRef<ParamState*> params) {
 }
 
 void HostShards::ready(c10::ArrayRef<ParamState*> params) {
-  HostEffects::obstruct("gathers of parameters that come from other hosts between replays");
+  HostEffects::obstruct("gathers of host shards (states='global'), which come from other hosts between replays");
   bool is_stale = false;
   for (const auto* param : params) {
     if (!param->host) continue;

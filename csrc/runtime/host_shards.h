@@ -34,7 +34,7 @@ struct HostShard {
   at::Tensor padded;  // the host shard, flat, padded to pieces of equal size
   std::shared_ptr<SharedTransfer> arriving;  // the gather in flight, if there is one
   uint64_t version = 0;  // of the main parameter when it was gathered
-  bool is_stale = true;  // even if `version` is up to date
+  bool is_stale = true;  // must be gathered again, even if `version` is up to date
   bool is_reduced = false;  // its gradient was reduced, so the optimizer will change the main parameter
   bool takes_sum = true;  // of the current reduce: see note_reduce
 };
@@ -56,7 +56,7 @@ class HostShards : public TransportContext {
   void ready(c10::ArrayRef<ParamState*> params);
   void ready_all() { ready(params_); }
 
-  // Called before a reduce. `takes_sum`: whether a deferred sum counts, because backward does not drop the gradient.
+  // Called before a reduce. `takes_sum`: whether to keep the sum if it is deferred: not if backward drops the gradient.
   void note_reduce(ParamState& param, bool takes_sum);
   // Marks host shards with reduced gradients stale. Called at the end of a backward, or of `zcompile.accumulate`.
   void expire_reduced();

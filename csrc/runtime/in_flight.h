@@ -37,7 +37,7 @@ struct InFlight {
   at::Tensor source;
   const ParamState* param = nullptr;  // for error messages
   ParamState* cache_for = nullptr;  // the parameter to cache on arrival; null: not cached
-  bool is_kept = false;  // `abandon` leaves it, because its starter will wait for it
+  bool is_kept = false;  // `abandon` leaves it, because the code that started it waits for it even after an error
 };
 
 // All transfers in flight, by the storage of their destination. Global, because a wait op gets only a tensor.

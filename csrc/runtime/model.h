@@ -54,7 +54,7 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   // Called after an optimizer wrote main parameters in host memory and their narrow shards: makes other copies stale.
   void finish_host_step(const std::vector<int64_t>& indices);
   const std::set<at::ScalarType>& gathered_in(int64_t index) { return state(index).gathered_in; }
-  // `forbid`: lets gathers of the parameter throw, because modules hold it unsharded inside of zcompile.unshard.
+  // `forbid`: makes gathers of the parameter throw, because modules hold it unsharded inside of zcompile.unshard.
   void forbid_gathers(int64_t index, bool forbid) { state(index).is_whole = forbid; }
   // `name`: "c10d"; "p2p" (a collective call); "p2p in step", with a barrier before transfers of two ranks too;
   // "loopback"; or, for tests, one of these after "late " or "delayed ". Throws ValueError if this build lacks it.

@@ -282,7 +282,7 @@ class C10dTransport : public Transport {
     C10_THROW_ERROR(
         DistBackendError, c10::str(
                               "zcompile: rank ", context_.rank(), " cannot ", verb, " '", name,
-                              "' with the other ranks: a rank stopped, or the network failed. ", why));
+                              "' with the other ranks: a rank stopped (see its error), or the network failed. ", why));
   }
 
   std::vector<std::shared_ptr<OrderLog>> orders_;

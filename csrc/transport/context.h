@@ -20,7 +20,7 @@ struct Groups {
   std::string replicate;  // ranks with the same shard, or pieces of it; empty on a 1-D mesh
 };
 
-// The parameters of a model that are sharded over one mesh. Experts over fewer ranks are a second domain.
+// The parameters of a model that are sharded over one mesh. Experts over another mesh are a second domain.
 struct Domain {
   int64_t number = 0;  // the same on all ranks; ops carry it, so that passes keep domains apart
   std::optional<double> divisor;  // of summed gradients; default: the number of ranks in the mesh
@@ -70,8 +70,8 @@ class TransportContext {
   virtual void count_gather(at::TensorList /*unsharded*/) {}
   virtual void count_gathered_rows(const at::Tensor& /*rows*/) {}
   virtual void count_reduce(const at::Tensor& /*wire*/) {}
-  virtual void count_replicas(int64_t /*bytes*/) {}  // of shards that this rank received from its replicas
-  virtual void count_host_shards(int64_t /*bytes*/) {}  // of main parameters that it received from other hosts
+  virtual void count_replicas(int64_t /*bytes*/) {}  // of sums of gradients, received from replicas
+  virtual void count_host_shards(int64_t /*bytes*/) {}  // of pieces of host shards, received from other hosts
 
  private:
   Groups groups_;

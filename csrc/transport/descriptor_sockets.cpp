@@ -109,7 +109,7 @@ struct Message {
   msghdr header{};
 
   explicit Message(size_t count) {
-    TORCH_CHECK(count <= DescriptorSockets::max_descriptors, "zcompile: too many descriptors at once");
+    TORCH_CHECK(count <= DescriptorSockets::max_descriptors, "zcompile: more file descriptors than one message holds");
     header.msg_iov = &data;
     header.msg_iovlen = 1;
     header.msg_control = control;
@@ -118,7 +118,7 @@ struct Message {
   Message(const Message&) = delete;
 };
 
-constexpr const char* peer_is_gone = "zcompile: a rank ended, or failed, while ranks shared GPU memory (p2p)";
+constexpr const char* peer_is_gone = "zcompile: a rank ended, or failed, while ranks shared GPU memory: see its error";
 
 void send(const Descriptor& to, const std::vector<Descriptor>& descriptors) {
   Message message(descriptors.size());
@@ -146,8 +146,9 @@ std::vector<Descriptor> receive(const Descriptor& from, size_t count) {
     for (size_t i = 0; i < arrived; ++i) received.emplace_back(numbers[i]);
   }
   TORCH_CHECK(
-      received.size() == count, "zcompile: a rank sent " + std::to_string(received.size()) +
-                                    " pieces of memory instead of " + std::to_string(count));
+      received.size() == count, "zcompile: only " + std::to_string(received.size()) + " of " + std::to_string(count) +
+                                    " file descriptors of another rank's GPU memory arrived (p2p). Raise the limit of "
+                                    "open files (ulimit -n). If it is high, ranks gather different parameters.");
   return received;
 }
 
@@ -181,7 +182,7 @@ void DescriptorSockets::connect(std::vector<Peer> peers) {
         "zcompile: rank " + std::to_string(rank) + " is process " + std::to_string(peer.process) +
             ", but its socket belongs to process " + std::to_string(other.pid) + " of user " +
             std::to_string(other.uid) +
-            ": memory is shared between ranks of one user and one process name space. Use another transport than p2p.");
+            ": p2p needs ranks of one user, in one PID namespace (containers have their own). Use transport='nccl'.");
   }
 }
 
@@ -191,7 +192,7 @@ void DescriptorSockets::accept() {
     const auto left = deadline - std::chrono::steady_clock::now();
     TORCH_CHECK(
         left.count() > 0, "zcompile: ", incoming_.size(), " of ", world_ - 1, " ranks connected to rank ", rank_,
-        " within ", patience_.count(), " ms, while ranks shared GPU memory (p2p)");
+        " within ", patience_.count(), " ms, while ranks shared GPU memory (p2p): another rank stopped; see its error");
     set_timeout(inbox_, std::chrono::ceil<std::chrono::milliseconds>(left));
     Descriptor accepted(::accept4(inbox_.get(), nullptr, nullptr, SOCK_CLOEXEC));
     if (accepted.get() < 0 && (errno == EAGAIN || errno == EINTR)) continue;
@@ -199,7 +200,7 @@ void DescriptorSockets::accept() {
     const auto other = credentials_of(accepted);
     const auto peer =
         std::find_if(peers_.begin(), peers_.end(), [&](const Peer& each) { return each.process == other.pid; });
-    if (peer == peers_.end() || other.uid != geteuid()) continue;  // some other process, which gets nothing
+    if (peer == peers_.end() || other.uid != geteuid()) continue;  // a process that is no rank gets no descriptors
     set_timeout(accepted, patience_);
     incoming_.emplace_back(peer - peers_.begin(), std::move(accepted));
   }
@@ -221,7 +222,7 @@ void DescriptorSockets::exchange(const std::vector<Descriptor>& descriptors, con
     send(outgoing_.at(step - 1), descriptors);
     const auto source =
         std::find_if(incoming_.begin(), incoming_.end(), [&](const auto& peer) { return peer.first == from; });
-    TORCH_CHECK(source != incoming_.end(), "zcompile: rank " + std::to_string(from) + " does not share its memory");
+    TORCH_CHECK(source != incoming_.end(), "zcompile: rank " + std::to_string(from) + " did not connect (p2p)");
     for (const auto& received : receive(source->second, descriptors.size())) import(from, received);
   }
 }

@@ -18,7 +18,7 @@
 
 namespace zcompile {
 
-// A file descriptor, or a socket: closed at the end.
+// A file descriptor, or a socket. The destructor closes it.
 class Descriptor {
  public:
   explicit Descriptor(int number) : number_(number) {}
@@ -34,7 +34,7 @@ class Descriptor {
 class DescriptorSockets {
  public:
   static constexpr size_t name_length = 32;
-  static constexpr size_t max_descriptors = 64;  // descriptors in flight count against a limit of the process
+  static constexpr size_t max_descriptors = 64;  // of one exchange: the kernel limits how many a user has in flight
 
   // Listens at a new name. No call waits longer than `patience` for a peer.
   DescriptorSockets(int64_t rank, int64_t world, std::chrono::milliseconds patience);

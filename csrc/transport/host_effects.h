@@ -31,8 +31,8 @@ class HostEffects {
     effect();
     if (mode_ == Mode::kRecord) recording_.effects.emplace_back(std::move(effect));
   }
-  // Like note(), for device work that a CUDA graph must not contain, such as a refresh of copies. Right before a
-  // capture, the effects that an uncaptured call recorded run, so that the capture itself finds no such work.
+  // Like note(), for device work that a CUDA graph must not contain, such as a refresh of the shards that peers read.
+  // An uncaptured call before the capture records this work. It runs right before the capture, which then has none.
   template <typename Effect>
   static void prepare(Effect effect) {
     if (mode_ == Mode::kIgnore) return;
@@ -46,7 +46,7 @@ class HostEffects {
   }
   // Reports that the current op cannot be captured, because of `why`; throws during a capture.
   static void obstruct(const char* why) {
-    TORCH_CHECK(mode_ != Mode::kRecord, "zcompile: a captured graph cannot hold ", why);
+    TORCH_CHECK(mode_ != Mode::kRecord, "zcompile: train without CUDA graphs: a graph cannot hold ", why);
     if (mode_ == Mode::kObserve) recording_.obstacle = why;
   }
 

@@ -43,7 +43,7 @@ struct OnTheirWay {
 std::string wait_for_one(const Work& work) {
   auto& all = OnTheirWay::instance();
   const auto begin = std::chrono::steady_clock::now();
-  auto left = kNoTimeout;  // that of the group
+  auto left = kNoTimeout;  // stands for the timeout of the group
   while (!work->wait(left)) {
     {
       std::lock_guard lock(all.mutex);

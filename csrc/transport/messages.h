@@ -1,4 +1,4 @@
-// All-gather and all-to-all of CPU ranks, which consist of point-to-point messages.
+// All-gather and all-to-all. On CPUs, they consist of point-to-point messages.
 //
 // [Note: messages]
 // If another rank sends more bytes than expected, gloo's collectives end the process, and NCCL's wait. So on CPUs, a

@@ -44,7 +44,7 @@ void OrderLog::append(const Collective& next, const std::string& name) {
   auto& started = recent_[count_ % recent_count];
   started.hash = hash_;
   started.collective = next;
-  started.name = name;  // takes the memory of the one before
+  started.name = name;  // reuses the memory of an older name
   if (count_ % mark_every != 0) return;
   old_.emplace_back(count_, hash_);
   if (static_cast<int64_t>(old_.size()) > mark_count) old_.pop_front();

@@ -89,7 +89,7 @@ class OrderLog {
   // Returns the last 64 collectives, and every 256th of earlier ones, by increasing number.
   std::vector<Mark> marks() const;
   Digest digest() const;
-  // Lets later append() and check() throw `message`, and ends waits on CPUs. A second call keeps the first message.
+  // Makes later append() and check() throw `message`, and ends waits on CPUs. A second call keeps the first message.
   void fail(const std::string& message);
   std::string failure() const;  // the message of fail(); empty if it was not called
   // Throws if fail() was called, because ranks differ in their order.

@@ -24,7 +24,7 @@ ProcessGroup resolve_group(const std::string& name);
 // The timeout that the user gave the group's collectives on GPUs.
 std::chrono::milliseconds timeout_of(const std::string& group);
 
-// All-gathers `own`, bytes on the host, equally many on each rank. Returns [ranks, bytes] on `device`.
+// All-gathers `own`, a tensor of bytes on the host, of one size on all ranks. Returns [ranks, bytes] on `device`.
 at::Tensor gather_bytes(const std::string& group, c10::Device device, const at::Tensor& own);
 
 // Calls `attempt` on every rank of the group; a collective call. If `attempt` throws on one rank, this function throws
@@ -36,8 +36,8 @@ void fail_together(const std::string& group, c10::Device device, const std::func
 std::string nccl_failure(const std::string& group);
 
 // Creates NCCL's communicators of `groups`, and the connections that all-to-alls over `all_to_all_groups` use; a
-// collective call. Otherwise, the first collectives of training would create them. The host waits for the other ranks
-// meanwhile, without a timeout of NCCL, and torch's watchdog does not see this wait.
+// collective call. Otherwise, the first collectives of training would create them, and abort_nccl() cannot end such a
+// creation if a rank is lost. Here, too, the host waits for other ranks without a timeout that NCCL or torch enforces.
 void connect_nccl(const std::set<std::string>& groups, const std::set<std::string>& all_to_all_groups);
 
 // Aborts NCCL's collectives of all these groups on this rank, so that a host that waits for its GPU, which waits for

@@ -17,7 +17,7 @@ struct ShardLayout {
   constexpr int64_t length_of(int64_t rank) const {
     return replicated ? numel : std::min((rank + 1) * chunk, numel) - offset_of(rank);
   }
-  // Elements of the flat unsharded parameter in equal pieces, so that one collective serves all sizes.
+  // Elements of the flat unsharded parameter with padding: an all-gather needs pieces of equal size from all ranks.
   constexpr int64_t padded_numel(int64_t world) const { return replicated ? numel : chunk * world; }
 };
 

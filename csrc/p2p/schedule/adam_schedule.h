@@ -9,7 +9,7 @@
 //     one fixed element, copy and gradient have the same address; the copy of any other element overwrites the gradient
 //     of the element half way to the fixed one. Parts grow with their distance from the fixed element, so that each
 //     part overwrites only gradients of parts nearer to it. The copy of the first part, around the fixed element, is
-//     cast from the main parameter after all rounds. So is a whole copy of 4 bytes an element.
+//     cast from the main parameter after all rounds. So is all of a copy with 4 bytes an element.
 //   - If parts form a cycle, in which each overwrites the gradient of the next, one copy is also cast after all rounds.
 //   - If a gradient that this step does not read is at a copy's place, only the next refresh writes the copy.
 #pragma once

@@ -58,7 +58,7 @@ class GradPlacement {
   struct Shard {
     Extent extent;
     int64_t in_flight = 0;  // gathers that have started and not been waited for
-    int64_t last_wait = 0;  // reduces of this backward before the last wait for a gather
+    int64_t last_wait = 0;  // number of reduces in this backward before the last wait for a gather of the shard
     std::optional<int64_t> dead_from;  // `last_wait` of the previous backward
   };
 
