@@ -169,4 +169,4 @@ def test_a_plan_that_fails_on_one_rank_takes_nothing_with_it(tmp_path, monkeypat
     measured = results_in(tmp_path)["engines"][engine]
     assert measured["plan"] is None and measured["wire_bytes"] and len(measured["losses"]) == 5
     assert measured["missing"] == ["plan (OutOfMemoryError: no room for a plan)"]
-    assert "there is no plan (OutOfMemoryError" in (tmp_path / "report.html").read_text()
+    assert "has no plan (OutOfMemoryError" in (tmp_path / "report.html").read_text()

@@ -115,8 +115,8 @@ def test_a_host_that_is_ahead_of_the_gpu_is_not_mentioned(results, host_ms, idle
 
 @pytest.mark.parametrize(("parts", "waits"), [({"idle_ms": 6.0, "step_ms": 100.0}, "waits"), (None, "may wait")])
 def test_a_host_that_the_gpu_waits_for_is_mentioned(results, parts, waits):
-    expected = f"The host takes 91.0 ms to issue a step of {OURS}, for which the GPU {waits}. The prediction leaves"
-    assert host_bound(results, 91.0, parts) == [expected + " that out."]
+    expected = f"The host takes 91.0 ms to issue a step of {OURS}, so the GPU {waits} for the host. The prediction "
+    assert host_bound(results, 91.0, parts) == [expected + "leaves this wait out."]
 
 
 @pytest.mark.filterwarnings("error")

@@ -34,7 +34,7 @@ def job_of(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
     if arguments.steps < 2:
         raise BadInput("--steps must be at least 2, because the report has quartiles of the step times")
     if arguments.untraced and arguments.keep_trace:
-        raise BadInput("--untraced leaves nothing for --trace to keep")
+        raise BadInput("--untraced leaves nothing for --trace to keep: pass only one of them")
     given = {field.name: getattr(arguments, field.name) for field in fields(Job) if hasattr(arguments, field.name)}
     precision = arguments.precision or ("bf16" if gpus else "fp32")
     return Job(**given | {"device": "cuda" if gpus else "cpu", "ranks": ranks, "precision": precision}), engines

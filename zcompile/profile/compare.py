@@ -156,8 +156,8 @@ def mark_strays(engines: Mapping[str, dict[str, Any]], tolerance: float) -> None
 
     Adds two entries to each result: `loss_difference`, the largest relative difference at one step between the engine's
     loss and the median loss of all kinds of engines, and `strays`, whether this difference is above the tolerance. A
-    kind is an engine with any options. With two kinds, each is compared with the other, so a difference marks both.
-    With one kind, its engines are compared with the first of them. "limit" is left out, because it does not train.
+    kind is an engine's name without options, and has the losses of its first engine. With two kinds, each is compared
+    with the other, so a difference marks both. "limit" is left out, because it does not train.
     """
     curves = {name: result["losses"] for name, result in engines.items() if "losses" in result and name != "limit"}
     kinds: dict[str, list[float]] = {}

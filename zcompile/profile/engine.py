@@ -12,7 +12,7 @@ from zcompile.explanation.explanation import Explanation
 
 PRECISIONS = {
     "fp32": "all in fp32",
-    "bf16": "compute in bf16 from fp32 weights, as each engine does that",
+    "bf16": "compute in bf16 from fp32 weights, by each engine's own casts",
     "autocast": "torch.autocast with bf16; in DeepSpeed, fp32 partitions under torch_autocast",
 }
 
@@ -39,7 +39,7 @@ class Engine:
     def __init__(self, model: nn.Module, training: Training, options: Mapping[str, Any]):
         self.training = training
         self.options = options
-        self.settings: list[str] = []  # for reports: those that are not defaults, and those that torch lacks
+        self.settings: list[str] = []  # for the report: settings that are no defaults, or that this torch lacks
         self.device = next(model.parameters()).device.type  # of compute; parameters may be on another
         self.model = self.prepare(model)
         self.optimizer = self.make_optimizer()

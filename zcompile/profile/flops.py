@@ -28,7 +28,7 @@ def count_step(job: Job) -> dict[str, Any]:
         `parameters`; `flops`, None if the operations cannot be counted; and `missing`, the reasons why not.
 
     Raises:
-        Exception: the model cannot be built on fake tensors, or the workload is not valid.
+        Exception: the model cannot be built on fake tensors (without data), or the workload is not valid.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), triton_without_gpu():
         workload = load(job.model, job.module, job.sequences, job.tokens, checkpointing=False)

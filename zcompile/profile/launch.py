@@ -43,7 +43,7 @@ class Job:
     engine: str = ""  # empty in a process that runs `flops.count_step` alone
     trace: bool = False  # whether this run traces steps, as the first run of an engine does
     folder: str = ""  # where results, errors and traces go
-    cache: str = ""  # Inductor's cache folder, empty at an engine's first run
+    cache: str = ""  # Inductor's cache folder, which has no files at an engine's first run
 
     def file(self, name: str) -> Path:
         return Path(self.folder) / name
@@ -55,7 +55,7 @@ class Job:
 
 
 class Failed(Exception):
-    """The run of an engine gave no measurements. The text is the error line of a rank."""
+    """The run of an engine gave no measurements. The text has the reason, such as the error line of a rank."""
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -85,10 +85,10 @@ def run(job: Job) -> dict[str, Any]:
             _kill(process)
     result = folder / "result.json"
     if not result.exists():
-        raise failed or Failed(f"all ranks exited, but rank 0 wrote no result: {_last_words(job, 0)}")
+        raise failed or Failed(f"all ranks exited, but rank 0 wrote no result; {_last_words(job, 0)}")
     measured = json.loads(result.read_text())
     if failed:  # failed after the measurement
-        measured["missing"].append(f"{'end without an error' if measured['plan'] else 'plan'} ({failed})")
+        measured["missing"].append(f"{'exit without an error' if measured['plan'] else 'plan'} ({failed})")
     return measured
 
 
@@ -123,26 +123,27 @@ def _wait(job: Job, processes: list[subprocess.Popen[bytes]]) -> None:
             time.sleep(1.0)  # other ranks may be about to report the cause
             break
         if time.monotonic() > deadline:
-            raise Failed(f"no result within {job.timeout_s:.0f} s: {_last_words(job, 0)}")
+            raise Failed(f"rank 0 gave no result within {job.timeout_s:.0f} s (--timeout); {_last_words(job, 0)}")
         time.sleep(0.05)
     for rank, process in enumerate(processes):
         if process.returncode and process.returncode < 0:  # checked first: errors of other ranks result from it
             raise Failed(
-                f"rank {rank} was killed by {signal.Signals(-process.returncode).name}: {_last_words(job, rank)}"
+                f"rank {rank} was killed by {signal.Signals(-process.returncode).name} (SIGKILL: perhaps the host "
+                f"lacked memory); {_last_words(job, rank)}"
             )
     errors = [json.loads(error.read_text()) for error in Path(job.folder).glob("error-*.json")]
     if errors:
         raise Failed(min(errors, key=lambda error: error["time_s"])["error"])
     for rank, process in enumerate(processes):
         if process.returncode:
-            raise Failed(f"rank {rank} ended with exit code {process.returncode}: {_last_words(job, rank)}")
+            raise Failed(f"rank {rank} ended with exit code {process.returncode}; {_last_words(job, rank)}")
 
 
 def _last_words(job: Job, rank: int) -> str:
     lines = job.file(f"rank-{rank}.log").read_text(errors="replace").splitlines()[-LOG_LINES:]
     lines = [line.strip() for line in lines if line.strip()]
     errors = [line for line in lines if "Error" in line]
-    return (errors or lines or ["nothing was printed"])[-1]
+    return f"the last error or line in its rank-{rank}.log: {(errors or lines or ['none'])[-1]}"
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -40,7 +40,7 @@ def predictions(results: Results) -> list[str]:
         sentences += _about_host(name, engine)
         if settings := engine.get("settings"):
             sentences.append(f"{name} ran with: {'; '.join(settings)}.")
-        sentences += [f"Of {name} there is no {what}." for what in engine.get("missing", [])]
+        sentences += [f"{name} has no {what}." for what in engine.get("missing", [])]
     return sentences + [f"There is no {what}." for what in results["workload"].get("missing", [])]
 
 
@@ -49,8 +49,8 @@ def _about_host(name: str, engine: Mapping[str, Any]) -> list[str]:
     if not host_ms or host_ms < HOST_BOUND * step_ms or (parts and parts["idle_ms"] < IDLE * parts["step_ms"]):
         return []
     waits = "waits" if parts else "may wait"
-    said = f"The host takes {host_ms:.1f} ms to issue a step of {name}, for which the GPU {waits}."
-    return [said + " The prediction leaves that out." if engine.get("plan") else said]
+    said = f"The host takes {host_ms:.1f} ms to issue a step of {name}, so the GPU {waits} for the host."
+    return [said + " The prediction leaves this wait out." if engine.get("plan") else said]
 
 
 def rows(results: Results) -> tuple[list[str], list[list[str]]]:
