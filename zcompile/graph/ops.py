@@ -54,11 +54,11 @@ ROW_REDUCES = {REDUCE_ROWS, REDUCE_ROWS_START}
 REDUCES = {REDUCE, REDUCE_ROWS, *REDUCE_STARTS}
 WAITS = {GATHER_WAIT, REDUCE_WAIT}
 
-# A key in `meta` of a gather whose result the pass `save_for_backward` saves; only this graph and its backward read it.
-# The value says whether the result may be in memory of the transport.
+# A key in `meta` of a gather whose result the pass `save_for_backward` saves; only this graph and its backward read the
+# result. The value says whether the result may be in memory of the transport.
 SAVED_FOR_BACKWARD = "zcompile_saved_for_backward"
 
-# The least default of the option `reduce_budget_bytes`: two of the largest matrices of a 7 B model in bf16.
+# The smallest default of the option `reduce_budget_bytes`: two of the largest matrices of a 7 B model in bf16.
 LEAST_REDUCE_BUDGET_BYTES = 256 << 20
 
 # Ops, besides views, whose result has unchanged elements of their first argument.
@@ -75,7 +75,7 @@ MOVEMENT = {
 }
 
 # Ops, with all their overloads, that read parameters and never write their result over their first argument. For some
-# other ops (`index_put`, custom ops that mutate), Inductor does so if no other node of the graph reads the argument.
+# other ops (`index_put`, custom ops that mutate), Inductor writes there if no other node of a graph reads the argument.
 # But the argument may be a cached parameter, which the next microbatch reads.
 PURE_READERS = {
     aten.addmm,
@@ -350,7 +350,7 @@ def transfer_bytes(start: Node) -> int:
     """Bytes of the unsharded tensors that a gather, a reduce, or a start of either transfers.
 
     A reduce of rows counts as a reduce of the dense gradient, because the number of rows depends on a rank's batch. For
-    the same reason, `gather_rows` is not supported.
+    the same reason, `start` must not be a `gather_rows`.
     """
     if start.target in GATHERS:
         return sum(result_bytes(start))

@@ -22,14 +22,14 @@ class ParamLifetime:
     nbytes: int  # of the unsharded parameter
     begins: int  # position of the start in the graph
     ends: int  # position of the last reader, included
-    returned: bool  # whether the graph returns the parameter, which then counts in no budget
+    returned: bool  # whether the graph returns the parameter; if so, it counts in no budget
 
 
 class ParamLifetimes:
     """All lifetimes of a graph in which gathers are split into starts and waits."""
 
     def __init__(self, graph: Graph):
-        self.liveness = Liveness(graph, fused=False)  # a pointwise node reads a parameter where it stands
+        self.liveness = Liveness(graph, fused=False)  # as if each pointwise node were a kernel at its own place
         position, storages = self.liveness.position, self.liveness.storages
         end = len(self.liveness.nodes)
         self.lifetimes: list[ParamLifetime] = []  # in the order of the starts
