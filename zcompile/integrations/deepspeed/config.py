@@ -35,7 +35,7 @@ def options_of(config: Mapping[str, Any], model: nn.Module | None = None) -> Map
     options = {name: value for name, value in block.items() if name not in ("enabled", "artifact")}
     settings = parse_options(options)
     if settings.cuda_graphs:
-        raise ValueError(f"zcompile: {NO_CUDA_GRAPHS}")
+        raise ValueError(f'zcompile: "cuda_graphs" in the DeepSpeed config: {NO_CUDA_GRAPHS}')
     if (path := block.get("artifact")) is not None:
         if not isinstance(path, str):
             raise ValueError(f'zcompile: "artifact" in the DeepSpeed config must be the path of a file, not {path!r}.')
@@ -85,7 +85,7 @@ def _conflict_in(config: Mapping[str, Any]) -> str:
     stage = zero.get("stage", 0)
     if stage != 3:
         return (
-            f"it works with ZeRO stage 3, and this config asks for stage {stage}. "
+            f"it works with ZeRO stage 3 only, and this config asks for stage {stage}. "
             'Set "zero_optimization": {"stage": 3}'
         )
     if (zero.get("offload_param") or {}).get("device", "none") != "none":
@@ -93,15 +93,14 @@ def _conflict_in(config: Mapping[str, Any]) -> str:
     if zero.get("zero_hpz_partition_size", 1) > 1:
         # Rank r has part r of each parameter, so the parts of one rank of each host are no slice of it.
         return (
-            "it has no secondary partitions: DeepSpeed cuts parameters so that they could not be gathered inside of a "
-            'host. zcompile.shard(model, mesh, states="global") does the same, without DeepSpeed. Remove '
-            '"zero_hpz_partition_size"'
+            "it does not support secondary partitions, from which ranks of one host gather. Without DeepSpeed, "
+            'zcompile.shard(model, mesh, states="global") has the same effect. Remove "zero_hpz_partition_size"'
         )
     for name in ("zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
         if zero.get(name):
-            return f'it can only quantize gathers (zero_quantized_weights). Remove "{name}"'
+            return f'it quantizes only gathers ("zero_quantized_weights"). Remove "{name}"'
     if zero.get("zero_quantized_weights") and "artifact" in zero["zcompile"]:
-        return 'int8 gathers run in eager code, which no artifact holds. Remove "artifact"'
+        return 'with "zero_quantized_weights", gathers run in eager code, which no artifact holds. Remove "artifact"'
     if zero.get("mics_shard_size", -1) > 0:
         return 'it does not support MiCS, which shards over fewer ranks. Remove "mics_shard_size"'
     if (config.get("compile") or {}).get("deepcompile"):

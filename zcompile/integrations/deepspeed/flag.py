@@ -32,7 +32,7 @@ def watch() -> None:
 class _Finder(importlib.abc.MetaPathFinder):
     """Import finder that finds DeepSpeed's engine module by the other finders, and wraps the loaded engine."""
 
-    asks_others = False  # True while it asks the other finders, when it finds nothing itself
+    asks_others = False  # True while it asks the other finders; it then finds nothing, or it would call itself
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Return the spec of the engine's module, whose loader also wraps the engine; None for other modules."""
@@ -64,7 +64,7 @@ def _wrap(module: ModuleType) -> None:
 
     @functools.wraps(initialize)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        """`DeepSpeedEngine.__init__`. If the config enables zcompile, it gathers and reduces for the engine."""
+        """`DeepSpeedEngine.__init__`. If its config enables zcompile, zcompile then gathers and reduces for it."""
         given = signature.bind(self, *args, **kwargs).arguments
         config = getattr(given.get("config_class"), "_param_dict", None) or {}
         zero = config.get("zero_optimization")  # a bool in old configs

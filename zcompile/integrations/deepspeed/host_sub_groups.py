@@ -20,7 +20,7 @@ from zcompile.training.streamed_groups import Piece, Stream, plan_groups
 
 
 def can_stream(optimizer: Any, is_elementwise: bool) -> bool:
-    """Whether DeepSpeed's optimizer can step host states on the device. `is_elementwise`: its inner one is Adam."""
+    """Whether DeepSpeed's optimizer can step states in host memory on the device. `is_elementwise`: it wraps Adam."""
     inner = optimizer.optimizer
     has_hooks = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
     is_alone = is_elementwise and not has_hooks and not optimizer.swap_optimizer

@@ -23,7 +23,7 @@ def unsupported_leaf_module(model: nn.Module) -> str:
     leaves = leaf_modules(model)
     for path, module in leaves.items():
         if type(module).forward is nn.Module.forward:  # as of an nn.ModuleList
-            return f"leaf module '{path}' is a {type(module).__name__}, which has no forward. Set its parent instead"
+            return f"leaf module '{path}' is a {type(module).__name__}, which has no forward. Mark its parent instead"
     leaf_of = {below: path for path, leaf in leaves.items() for below in leaf.modules()}
     first: dict[int, tuple[str, str | None]] = {}
     for path, module in model.named_modules():
@@ -34,5 +34,6 @@ def unsupported_leaf_module(model: nn.Module) -> str:
                 inside = other_leaf if leaf is None else leaf
                 return (
                     f"parameter '{name}' is tied to '{other}', and only one of them is inside of leaf module '{inside}'"
+                    ". Mark a module with both as a leaf module"
                 )
     return ""

@@ -81,7 +81,7 @@ class LeanStep:
     @property
     def gradients(self) -> Gradients:
         if self.cached_gradients is None:
-            raise RuntimeError("zcompile: this engine's states are offloaded; call reload_states first.")
+            raise RuntimeError("zcompile: this engine's states are offloaded; call engine.reload_states() first.")
         return self.cached_gradients
 
     def install(self) -> None:
@@ -146,7 +146,7 @@ class LeanStep:
         # With `loss.backward()`, gradients that only other ranks computed come after DeepSpeed has listed gradients.
         is_late = getattr(optimizer, "_epilogue_ran_this_backward", False)
         if optimizer.micro_step_id == 0 and not is_late:
-            optimizer.averaged_gradients = {}  # of a step that was skipped
+            optimizer.averaged_gradients = {}  # drops gradients of a step that was skipped
         # One backward may give a parameter two gradients: one that only other ranks computed comes at its end.
         backward = torch._C._current_graph_task_id()
         same_backward = self.last_backward.get(ds_id, -1) == backward != -1
@@ -189,7 +189,7 @@ class LeanStep:
         scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
         if self.link is not None:
             if step_hooks or scaler:
-                raise RuntimeError("an optimizer with offloaded states takes neither step hooks nor a gradient scaler")
+                raise RuntimeError("zcompile cannot step offloaded states with step hooks or a gradient scaler")
             return HostSubGroup(flat, lengths, optimizer.fp16_partitioned_groups_flat[sub_group], self.link)
         if not _is_elementwise(inner) or step_hooks or scaler or not inner.state.get(flat):
             return None

@@ -63,7 +63,7 @@ def add_partition(
     Args:
         owner: the module that reads the parameter, and the name of its attribute.
         accept: called with the partition and each reduced gradient of it, [elements without padding].
-        in_int8: whether gathers send int8 (never of a vector); see [Note: int8 gathers] in state/int8_gather.py.
+        in_int8: whether gathers send int8, except for vectors; see [Note: int8 gathers] in state/int8_gather.py.
     """
     rank, shape = state.groups.rank, tuple(parameter.ds_shape)
     leaf = nn.Parameter(_without_padding(parameter, rank), requires_grad=parameter.requires_grad)
@@ -93,7 +93,7 @@ def add_partition(
 
 
 def partition_grads(optimizer: Any, parameter: ZeroParameter, grad: torch.Tensor) -> None:
-    """Let DeepSpeed copy or add the reduced `grad`, [elements of the partition with padding], to its flat buffer."""
+    """Call DeepSpeed to copy or add the reduced `grad`, [elements of the partition with padding], to its buffer."""
     if not grad.is_cuda:
         optimizer.partition_grads([parameter], [grad])
         return

@@ -103,7 +103,7 @@ class Takeover:
         if self.state is None and not self.given_back:
             self.compile()
         parameters = [partition.parameter for partition in self.partitions.values() if self.state is not None]
-        if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters):  # new ones
+        if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters):  # the program's
             self.fail("keeping the engine", RuntimeError(unsupported(self.engine)))
         if self.given_back:
             return self.original.forward(self.engine, *inputs, **kwargs)
@@ -123,7 +123,7 @@ class Takeover:
             if partition.moved():
                 partition.state.follow_storage(partition)
         self.cache_across_microbatches(self.state)
-        # DeepSpeed edits partitions without incrementing version counters, but not between here and the gathers.
+        # DeepSpeed edits partitions without incrementing version counters, but not between this line and the gathers.
         for model in models_of(self.state):
             model.runtime.refresh()
         with self.hooks.around_forward(inputs, kwargs) as (inputs, kwargs):
@@ -232,7 +232,7 @@ class Takeover:
             return
         ranks_of = torch.distributed.get_process_group_ranks
         if ranks_of(parameter.ds_process_group) != ranks_of(self.engine.optimizer.dp_process_group):
-            raise RuntimeError(f"parameter '{name}' is partitioned over other ranks than the model: not supported")
+            raise RuntimeError(f"parameter '{name}' is partitioned over other ranks than the rest: not supported")
         self.partitions[parameter.ds_id] = add_partition(
             state, name, parameter, (module, attribute), self.accept, self.in_int8
         )
@@ -256,7 +256,7 @@ class Takeover:
         else:
             if self.artifact is not None:
                 log.warning(
-                    "zcompile: %s is not used: it holds a whole module, and this program compiles %d regions.",
+                    "zcompile: artifact %s is not used: it holds a whole module, and this program compiles %d regions.",
                     *(self.artifact, len(regions)),
                 )
             # One backend object for all regions, because Dynamo recompiles for a different one.
@@ -332,13 +332,13 @@ def unsupported(engine: Any) -> str:
     """Return the reason why an existing engine cannot be taken over, or ""."""
     optimizer = engine.optimizer
     if type(engine).__name__ != "DeepSpeedEngine":
-        return f"a {type(engine).__name__} has a forward of its own"
+        return f"the engine is a {type(engine).__name__}, and only a DeepSpeedEngine is supported"
     if type(optimizer).__name__ != "DeepSpeedZeroOptimizer_Stage3":
-        return f"the optimizer is a {type(optimizer).__name__}, not that of stage 3"
+        return f"the optimizer is a {type(optimizer).__name__}, not DeepSpeedZeroOptimizer_Stage3"
     if getattr(optimizer, "use_muon", False):
-        return "Muon updates gradients where zcompile does not reduce them"
+        return "the optimizer is Muon, whose update needs whole gradients, and zcompile has partitions of them only"
     if name := hooked_parameter(engine):
-        return f"parameter '{name}' has hooks, which under ZeRO-3 see its whole gradient before it is reduced"
+        return f"parameter '{name}' has hooks, which expect its whole gradient before the reduce. Remove them"
     return unsupported_leaf_module(engine.module)
 
 

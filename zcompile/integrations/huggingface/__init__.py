@@ -6,7 +6,7 @@ A class, and the library that it needs, is imported at the first use of the clas
 accelerate has no interface for other ways to shard. But its code for FSDP2 works for every model of DTensors:
 checkpoints by `torch.distributed.checkpoint`, a whole state dict on rank 0. So zcompile's `Accelerator` reports FSDP2
 as its mode, and overrides the methods that would call methods of FSDP2's modules: `prepare` and `no_sync`. Trainer
-reads the mode from the accelerator. accelerate has it on GPUs only; zcompile's `Accelerator` has it on CPUs, too.
+reads the mode from the accelerator. accelerate has this mode on GPUs only, zcompile's `Accelerator` also on CPUs.
 
 docs/private-apis.md lists the private names of the three libraries that are used here.
 """

@@ -109,7 +109,7 @@ class Accelerator(accelerate.Accelerator):
         """
         places = device_placement or [None] * len(args)  # type: ignore[list-item]
         if len(places) != len(args):
-            raise ValueError(f"device_placement has {len(places)} entries for {len(args)} objects.")
+            raise ValueError(f"zcompile: device_placement has {len(places)} entries, not one per object ({len(args)}).")
         optimizers = [each for each in args if isinstance(each, Optimizer)]
         for each in args:
             if isinstance(each, nn.Module):
@@ -149,7 +149,7 @@ class Accelerator(accelerate.Accelerator):
         if trained and held and not any(id(parameter) in trained for parameter in held):
             raise ValueError(
                 f"zcompile: {type(optimizer).__name__} holds no parameter of the models that were prepared "
-                f"(rank {self.process_index}); its first one has shape {tuple(held[0].shape)}. It was built of "
+                f"(rank {self.process_index}); its first one has shape {tuple(held[0].shape)}. It was built from "
                 "parameters that sharding has replaced. Build it after zcompile.shard, or pass model and optimizer "
                 "to one call of prepare."
             )
@@ -158,7 +158,7 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def _offload_states(self) -> None:
-        """Let the optimizers that were prepared keep states of the models in host memory, if `fsdp_plugin` asked so."""
+        """Let the optimizers that were prepared keep states of the models in host memory, if `fsdp_plugin` says so."""
         if self._offload is None:
             return
         for model in (getattr(each, "_orig_mod", each) for each in self._models):
@@ -188,7 +188,7 @@ class Accelerator(accelerate.Accelerator):
         super().backward(loss, **kwargs)
         if self.sync_gradients:
             self._end_caching()
-            if self._step_hook is not None:  # here, because a hook cannot remove itself
+            if self._step_hook is not None:  # removed here, because a hook cannot remove itself while it runs
                 self._step_hook.remove()
                 self._step_hook = None
 
