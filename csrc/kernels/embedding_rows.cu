@@ -50,7 +50,7 @@ __device__ int64_t place_of(const int64_t* rows, int64_t count, int64_t row) {
   return low;
 }
 
-// Elements of one read: 16 bytes if both types have 2 bytes and `width` says that rows are aligned; else `width`.
+// Number of elements of one read: 8 if both types have 2 bytes and `width` says that rows are aligned; else `width`.
 template <typename In, typename Out, int width>
 constexpr int wide_of = width == vector && sizeof(In) == 2 && sizeof(Out) == 2 ? 2 * vector : width;
 
@@ -122,9 +122,9 @@ __global__ void __launch_bounds__(threads)
 
 constexpr int rows_at_once = 8;  // that one CUDA block computes
 
-// Each rank has summed the gradients of each row: computes the mean of these sums over ranks. In each warp, one thread
-// per row finds whether any rank has a sum for it. Then all threads of the block compute the means of these rows. Most
-// rows have none: they are zeros in `out`, and are written only if there is a `base`, the gradient to add to.
+// Computes for each row the mean over ranks of their sums of its gradients. In each warp, one thread per row finds out
+// whether any rank has a sum for it. Then all threads of the block compute the means of these rows. For most rows, no
+// rank has a sum: they are zeros in `out`, and are written only if there is a `base`, the gradient to add to.
 template <typename In, typename Out, bool with_squares, int width>
 __global__ void __launch_bounds__(threads) mean_rows_kernel(
     const __grid_constant__ Pieces spread, int ranks, int64_t has_offset, int own, const RowSums own_sums,

@@ -9,7 +9,7 @@ namespace zcompile::cuda {
 
 namespace {
 
-constexpr int mean_steps = 2;  // reads by one thread of each row of a sum
+constexpr int mean_steps = 2;  // number of times that a thread reads from each row
 constexpr int mean_tile = threads * vector * mean_steps;
 
 constexpr int max_means = 32, max_rows = 256;  // of one launch, whose arguments must fit into 4 KiB

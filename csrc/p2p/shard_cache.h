@@ -50,8 +50,8 @@ class ShardCache {
   // Starts to gather some rows of a parameter; returns null if the parameter is not cached.
   std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request);
   // Returns memory for the next gather of `param`, flat, padded to equal pieces per rank. This rank's piece in it is
-  // the cached shard, mapped again: a write to it would change the values that peers gather. See [Note: aliased
-  // parameters] in aliased_params.h. Undefined if the caller must allocate the memory and copy this piece.
+  // the cached shard, mapped again: a write to it would change the values that peers gather; see
+  // [Note: aliased parameters] in aliased_params.h. Undefined if the caller must allocate memory and copy this piece.
   at::Tensor alias(const ShardedParam& param, at::ScalarType dtype);
   // Returns memory for the gradient of `param` in place of shards that this backward gathers no more; else undefined.
   at::Tensor place_gradient(const ShardedParam& param);

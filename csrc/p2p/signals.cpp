@@ -136,7 +136,7 @@ std::string Signals::missing(const PeerWait& wait, cudaStream_t stream) const {
     if (rank == rank_ || (tagged ? ahead == 0 : ahead >= 0)) continue;
     const bool same_number = tagged && posted[rank] >> 16 == wait.number >> 16;
     text += (text.empty() ? "rank " : "; rank ") + std::to_string(rank) +
-            (same_number ? " transfers other parameters" : " is missing") + " (posted " + hex(posted[rank]) + ", not " +
+            (same_number ? " transfers other parameters" : " is missing") + " (signal " + hex(posted[rank]) + ", not " +
             hex(wait.number) + ")";
   }
   return text;

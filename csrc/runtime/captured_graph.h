@@ -39,7 +39,7 @@ using Tensors = std::vector<std::optional<at::Tensor>>;  // empty: the value is 
 class GraphPool {
  public:
   using Kept = std::unordered_map<const void*, size_t>;  // address -> bytes of the result there
-  // Copies results that more than `inputs` reference to memory of the allocator, except those in `kept`.
+  // Copies results to memory of torch's allocator if tensors other than `inputs` use them; not those in `kept`.
   void move_results(const Tensors& inputs, const Kept& kept);
 
  private:
