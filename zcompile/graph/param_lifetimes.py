@@ -52,8 +52,8 @@ class ParamLifetimes:
         return list(accumulate(change))
 
     def regathered_from(self) -> dict[Node, int]:
-        """Map each start that gathers a parameter again to the first position after the readers of its last gather."""
-        ends: dict[tuple[Node, torch.dtype], int] = {}  # of the last gather of each parameter
+        """Map each start that gathers a parameter again to the first position after the previous gather's readers."""
+        ends: dict[tuple[Node, torch.dtype], int] = {}  # of the latest gather of each parameter
         first_position: dict[Node, int] = {}
         for lifetime in self.lifetimes:
             gathered = lifetime.shard, value(lifetime.wait).dtype
