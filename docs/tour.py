@@ -41,7 +41,7 @@ def gather_start(shard: torch.Tensor, shape: list[int]):
 
 
 def reduce_start(grad: torch.Tensor, numel: int):
-    """Start to send each rank its slice of the gradient. Each rank adds in rank order, so backends agree."""
+    """Start to send each rank its slice of the gradient. Sums are in rank order, so all transports agree bitwise."""
     started["reduces"] += 1
     slices = F.pad(grad.flatten(), (0, dist.get_world_size() * numel - grad.numel()))
     received = torch.empty_like(slices)
@@ -114,7 +114,7 @@ def chain(gathered: Node) -> list[Node]:
 
 
 def joint_pass(graph: Graph) -> None:
-    """Let a tied parameter travel once, and save no unsharded parameter for backward."""
+    """Gather and reduce a tied parameter once, and save no unsharded parameter for backward."""
     first: dict[Node, Node] = {}
     for gathered in calls(graph, GATHER):  # dedup_gathers: one gather for all reads of a parameter
         same = first.setdefault(gathered.args[0], gathered)
@@ -141,7 +141,7 @@ def joint_pass(graph: Graph) -> None:
 def free(graph: Graph, most_between: int = 8) -> None:
     """Gather directly before a reader, and again before a distant reader, so that no memory is held in between.
 
-    It is sink_gathers and regather of zcompile, which goes by a budget in bytes.
+    In zcompile, the passes sink_gathers and regather do this. regather goes by a budget in bytes.
     """
     position = {node: i for i, node in enumerate(graph.nodes)}
     for gathered in calls(graph, GATHER):
