@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 import zcompile
 from tests.support import raising
 from tests.support.compiling import OPTIONS, by_blocks, wrapped
-from tests.support.models import Transformer, normal
+from tests.support.models import Transformer, mean_square, normal
 from tests.support.raising import MayRaise
 from tests.support.ranks import slow_case
-from tests.support.reference import compiled, lm_loss, pair, same_backward, same_values
+from tests.support.reference import compiled, lm_loss, pair, same_backward, same_values, train_beside
 
 SLOW_WAYS = functools.partial(compiled, fullgraph=False), by_blocks
 ways = pytest.mark.parametrize("prepare", [zcompile.shard, wrapped, *(slow_case(each) for each in SLOW_WAYS)])
@@ -61,6 +61,31 @@ def test_hooks_read_unsharded_parameters(rank, world):
     model(torch.ones(1, 4, requires_grad=True)).sum().backward()
     assert seen == [nn.Parameter, nn.Parameter]
     assert isinstance(model[0].weight, DTensor)
+
+
+class ReadsFirst(nn.Module):
+    """Reads a parameter of a layer, which is a block of its own, before, between and after the calls of layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(600, 600) for _ in range(2))
+
+    def forward(self, x):
+        weight = self.layers[0].weight
+        for layer in self.layers:
+            x = layer(x.to(self.layers[0].weight.dtype))
+        return x @ weight + self.layers[0].bias
+
+
+@pytest.mark.parametrize("compile_layers", [False, True])
+def test_a_forward_may_read_a_block_before_it_calls_it(rank, world, compile_layers):
+    def prepare(model):
+        zcompile.shard(model)
+        for layer in model.layers if compile_layers else ():
+            layer.compile(backend="aot_eager")
+        return model
+
+    train_beside(rank, world, prepare, make=ReadsFirst, loss=mean_square(2, 600), tolerance=1e-5)
 
 
 class Encoder(nn.Module):

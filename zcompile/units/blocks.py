@@ -216,8 +216,10 @@ def _end(unit: Unit, begun: _BlockCall | None, result: Any) -> Any:
 
 @torch.compiler.disable
 def _leave(unit: Unit, begun: _BlockCall | None) -> None:
-    """Reshard the block after a forward, also if it raised."""
+    """Reshard the block after a forward, also if it raised; `end_reads` reshards a block that `read` has opened."""
     unit.in_forward, unit.call = False, None
+    if unit in unit.order.read_units:
+        return
     if begun is None or not in_backward():  # else a checkpoint recomputed this forward for a backward that runs now
         keep = torch._C._are_functorch_transforms_active()
         keep |= begun is not None and (unit.is_root or not begun.has_result)
