@@ -1,5 +1,6 @@
 """Models of one class share compiled code; what their options ask for holds for each of them."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -7,12 +8,13 @@ import torch
 from torch import nn
 
 import zcompile
-from tests.support.models import Chain
+from tests.support.models import Chain, mean_square
 from tests.support.ranks import TORCH
-from tests.support.reference import compiled
+from tests.support.reference import compiled, pair, same_backward
 from zcompile.compiler import backend
 from zcompile.state.sharded_model import state_of
 
+ACTIVATION = nn.GELU()
 layers = lambda: Chain(nn.Linear(6, 6), nn.Linear(6, 6))
 
 
@@ -94,3 +96,22 @@ def test_a_model_that_another_one_calls_follows_its_parameters(rank, world, comp
                 for mine, other in zip(teacher.parameters(), student.parameters(), strict=True):
                     mine.lerp_(other, 0.5)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and grads[0] == grads[1]
+
+
+def test_models_may_share_an_activation(rank, world):
+    """As of a default argument. A call of it by an unsharded model, on one rank, starts no collective."""
+    make = lambda: nn.Sequential(nn.Linear(600, 600), ACTIVATION, nn.Linear(600, 600))
+    (first, expected), (second, _), probe = pair(make, zcompile.shard), pair(make, zcompile.shard), make()
+    for _ in range(2):
+        same_backward(rank, world, expected, first, mean_square(2, 600))
+        if rank == 0:
+            probe(torch.ones(2, 600))
+    torch.testing.assert_close(second(torch.ones(2, 600)), first(torch.ones(2, 600)))
+
+
+def test_scripts_must_have_no_parameters(rank, world):
+    make = lambda script: nn.Sequential(nn.Linear(6, 6), torch.jit.script(script), nn.Linear(6, 6))
+    reference, model = pair(functools.partial(make, nn.ReLU()), zcompile.shard)
+    torch.testing.assert_close(model(torch.ones(2, 6)), reference(torch.ones(2, 6)))
+    with pytest.raises(TypeError, match=rf"module '1' is a TorchScript module with parameters \(rank {rank}\)"):
+        zcompile.shard(make(nn.Linear(6, 6)))

@@ -102,7 +102,9 @@ def install_readers(
         single_rank: whether one rank has all parameters unsharded, so that reads only cast.
         units: the shards of the units, if there are any. Modules inside of units refer to their `Unit` already.
     """
-    by_module: dict[nn.Module, dict[str, Layout]] = {each: {} for each in model.modules() if _is_called(each)}
+    # Not modules without parameters, such as an activation: several models may call one.
+    called = (each for each in model.modules() if _is_called(each) and any(True for _ in each.parameters()))
+    by_module: dict[nn.Module, dict[str, Layout]] = {each: {} for each in (*called, *casts)}
     for each in models_of(state):
         for sharded in each.parameters.values():
             for module, attribute in sharded.owners:
@@ -154,7 +156,7 @@ def _inside(inner: Around | None, outer: Around | None) -> Around | None:
 def _is_called(module: nn.Module) -> bool:
     """Whether the class of `module` defines `forward` and may be replaced (not in TorchScript or `torch.compile`)."""
     others = (torch.jit.ScriptModule, torch._dynamo.OptimizedModule)
-    return type(module).forward is not nn.Module.forward and not isinstance(module, others)
+    return not isinstance(module, others) and type(module).forward is not nn.Module.forward
 
 
 class _TracedParameter(NamedTuple):
@@ -308,6 +310,7 @@ def _sharded_metaclass(base: type[type]) -> type[type]:
         unsharded, _ = vars(made)[RECIPE]
         return unsharded(*args, **kwargs)
 
+    # Not equal to that class: Dynamo finds the next class of a call of `super()` by `mro.index(cls)`.
     metaclass = type("ShardedClass", (base,), {"__call__": make_unsharded})
     copyreg.pickle(cast(Any, metaclass), _pickled_class)
     return metaclass

@@ -112,6 +112,17 @@ def is_sharded(model: nn.Module) -> bool:
     return any(STATE in module.__dict__ for module in model.modules())
 
 
+def _scripts(model: nn.Module, ignored: Container[int]) -> Exception | None:
+    """Return the error if a TorchScript module has parameters: its compiled forward could not gather them."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(id(each) not in ignored for each in module.parameters()):
+            return TypeError(
+                f"zcompile.shard: module '{path}' is a TorchScript module with parameters (rank {dist.get_rank()}). "
+                "Shard the module from which it was scripted, or leave its parameters out: ignored_params=[...]."
+            )
+    return None
+
+
 def check_model(model: nn.Module, ignored: Container[int]) -> Exception | None:
     """Return the first reason why `model` cannot be sharded, or None. The caller lets all ranks raise it together."""
     rank = dist.get_rank()
@@ -122,6 +133,7 @@ def check_model(model: nn.Module, ignored: Container[int]) -> Exception | None:
     parameters = {name: p for name, p in model.named_parameters() if id(p) not in ignored}
     return (
         _parameters(parameters)
+        or _scripts(model, ignored)
         or _sparse_gradients(model, parameters)
         or _second_references(model, parameters)
         or _optimizers(parameters)

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Collection, Container, Iterable, MutableMapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo import OptimizedModule
@@ -41,9 +42,8 @@ def repeated_modules(model: nn.Module, units: Container[nn.Module], min_bytes: i
         if module in inside or not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             continue
         for child in map(_compiled_module, module.children()):
-            is_called = type(child).forward not in (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
             nbytes = sum(each.numel() * each.itemsize for each in child.parameters())
-            if is_called and child not in inside and child not in units and nbytes >= min_bytes:
+            if has_forward(child) and child not in inside and child not in units and nbytes >= min_bytes:
                 repeated.append(child)
                 inside |= set(child.modules())
     return repeated
@@ -54,6 +54,12 @@ def _compiled_module(module: nn.Module) -> nn.Module:
     return module._orig_mod if isinstance(module, OptimizedModule) else module
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether a call of `module` runs code: an nn.ModuleList, for example, has no forward."""
+    none = nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward
+    return isinstance(module, torch.jit.ScriptModule) or type(module).forward not in none
+
+
 def loops_over_experts(module: nn.Module) -> bool:
     """Whether `module` reads experts one by one, so that ranks may read different ones.
 
@@ -62,7 +68,7 @@ def loops_over_experts(module: nn.Module) -> bool:
     implementation = experts_implementation(module)
     if implementation is not None:
         return implementation == "eager"
-    if type(module).forward in (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward):
+    if isinstance(module, torch.jit.ScriptModule) or not has_forward(module):
         return False
     is_list_of_experts = "expert" in type(module).__name__.lower() and _is_list(module)
     has_list_of_experts = any("expert" in name.lower() and _is_list(child) for name, child in module.named_children())

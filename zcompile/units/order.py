@@ -38,6 +38,7 @@ from zcompile.ranks.process_groups import all_gather_over_mesh
 from zcompile.state.attributes import IN_UNIT, UNIT, UNITS_BELOW
 from zcompile.state.containers import tensors_in
 from zcompile.state.sharded_model import ShardedModel
+from zcompile.units.find import has_forward
 from zcompile.units.reduction import Reduction, deliver_rest
 from zcompile.units.unit import Unit
 
@@ -78,7 +79,7 @@ def _caller_of(root: nn.Module, path: str) -> nn.Module | None:
     while path:
         path = path.rpartition(".")[0]
         module = root.get_submodule(path)
-        if type(module).forward not in (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward):
+        if has_forward(module):
             return module
     return None
 
