@@ -39,7 +39,7 @@ from zcompile.state.forward_scope import checking_requires_grad
 from zcompile.state.microbatches import Deferred
 from zcompile.state.sharded_model import ShardedModel, models_of
 from zcompile.state.sharded_parameter import ShardedParameter, as_parameter, model_of
-from zcompile.state.user_hooks import saves_by_hooks
+from zcompile.state.user_hooks import hooks_for_others, saves_by_hooks
 
 LEAST_BUDGET = 1e-6  # with 0.0, torch's partitioner saves only inputs of the graph, and ignores tags
 
@@ -381,7 +381,10 @@ def _on_first_run(
                 if model.agreement is not None:
                     model.agreement.check(program(args))
                 prepared.add(model)
-        return compiled(*args)
+        if not saves_by_hooks():
+            return compiled(*args)
+        with hooks_for_others({each.untyped_storage()._cdata for each in args if model_of(each) is not None}):
+            return compiled(*args)
 
     return run
 

@@ -3,6 +3,8 @@
 Autograd accumulates into leaves (plain tensors over shards), so it calls no hook of a DTensor. A leaf's hook does.
 """
 
+import contextlib
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -60,3 +62,18 @@ def _describe(value: Any) -> str:
 def saves_by_hooks() -> bool:
     """Whether saved-tensor hooks, as of `save_on_cpu` or checkpointing, apply to tensors that autograd saves now."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+@contextlib.contextmanager
+def hooks_for_others(storages: Collection[int]) -> Iterator[None]:
+    """Let users' saved-tensor hooks, such as `save_on_cpu`, leave tensors over `storages` (values of `_cdata`) alone.
+
+    These are shards: backward gathers a shard by its storage, so it cannot gather a hook's copy.
+    """
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    is_shard = lambda tensor: tensor.untyped_storage()._cdata in storages
+    pack_others = lambda tensor: (tensor, None) if is_shard(tensor) else (None, pack(tensor))
+    unpack_others = lambda packed: unpack(packed[1]) if packed[0] is None else packed[0]
+    with torch.autograd.graph.saved_tensors_hooks(pack_others, unpack_others):
+        yield
