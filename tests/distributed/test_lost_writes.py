@@ -104,3 +104,14 @@ def test_a_read_on_a_stream_that_forward_enters_is_refused(rank, world):
     assert "torch.relu(x) @ weight" in str(raised.value)
     model[0].product = torch.compiler.disable(model[0].product)
     assert torch.equal(call(x), expected)
+
+
+def test_an_exported_parameter_raises_and_its_copy_does_not(rank, world):
+    model, seen = zcompile.shard(nn.Sequential(nn.Linear(600, 600))), []
+    handle = model[0].register_forward_hook(lambda each, *_: seen.append(each.weight.detach().clone().numpy()))
+    model(torch.ones(1, 600))
+    assert (model[0].weight.full_tensor().detach().numpy() == seen[0]).all()
+    handle.remove()
+    model[0].register_forward_hook(lambda each, *_: seen.append(each.weight.detach().numpy()))
+    with pytest.raises(RuntimeError, match=rf"parameter '0[.]weight' to NumPy on rank {rank}"):
+        model(torch.ones(1, 600))

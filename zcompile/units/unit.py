@@ -433,13 +433,22 @@ class Unit:
             each.grad = None
 
     def refuse_writes(self) -> None:
-        """Raise RuntimeError if forward wrote to an unsharded parameter; the write would be lost."""
+        """Raise RuntimeError if forward wrote to an unsharded parameter, or exported its memory to NumPy.
+
+        The write would be lost, and the array would read freed memory. torch marks exported memory as not resizable.
+        """
         for sharded, parameter, version in zip(self.sharded, self.unsharded, self.versions):
             if parameter._version != version:
                 raise RuntimeError(
                     f"zcompile: parameter '{sharded.name}' was modified in place through its owning module on rank "
                     f"{dist.get_rank()}. The write went to a gathered copy and is lost: modify the DTensor in "
                     "model.parameters() under torch.no_grad(), or initialise before zcompile.shard()."
+                )
+            if parameter.is_cpu and not parameter.untyped_storage().resizable():
+                raise RuntimeError(
+                    f"zcompile: forward exported parameter '{sharded.name}' to NumPy on rank {dist.get_rank()}. The "
+                    "array would read memory that is freed after forward. Export a copy: "
+                    "parameter.detach().clone().numpy()."
                 )
 
 
