@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 import zcompile
 from tests.support.huggingface import LOSSES, Sentences, forget_accelerate, sharded_by_fsdp2, tiny_llama
-from tests.support.late_link import results_of
 from tests.support.raising import raises
 from tests.support.ranks import slow_case
 from tests.support.reference import same_values
@@ -79,7 +78,7 @@ def fsdp2_plugin(**settings):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_plugin_for_fsdp2_gives_its_policy_and_offload(rank, world, dtype, tmp_path):
+def test_a_plugin_for_fsdp2_gives_its_policy_and_offload(rank, world, dtype):
     """It trains as a model that is sharded with the policy's options, and states are in host memory."""
     curves = []
     for of_plugin in (False, True):
@@ -95,14 +94,6 @@ def test_a_plugin_for_fsdp2_gives_its_policy_and_offload(rank, world, dtype, tmp
         optimizer, model, *loaders = accelerator.prepare(optimizer, model, *loaders)
         curves.append(train(accelerator, model, optimizer, *loaders))
     assert curves[0] == curves[1]
-    saved = results_of(model, optimizer.optimizer)
-    accelerator.save_state(tmp_path)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2)
-            optimizer.state[parameter]["exp_avg"].mul_(2)
-    accelerator.load_state(tmp_path)
-    same_values(results_of(model, optimizer.optimizer), saved)
     (offload,) = state_of(model).offloads
     assert offload.kind == ("moments" if dtype is None else "states") and offload.has_stepped
     assert (on_host(model.model.embed_tokens.weight) is not None) == (dtype is not None)

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zcompile
 import zcompile.training.fused_optimizer
-from tests.support.models import Transformer, mean_square, normal
+from tests.support.models import Transformer, mean_square
 from tests.support.process import no_collector
 from tests.support.ranks import slow_case
 from tests.support.reference import compiled, finish_step, lm_loss, same_values
@@ -88,33 +88,6 @@ def test_steps_are_on_shards_and_those_of_others_as_ever(rank, world, fuse):
     with Recorded() as recorded:
         optimizer.step()
     assert sorted(recorded.on_dtensors) == ([False, True] if fuse else [True])
-
-
-@pytest.mark.parametrize("odd", ["replicated", "moments"])
-def test_what_is_not_sharded_as_its_parameter_is_left_to_dtensor(rank, world, odd):
-    """A fused and a plain optimizer end with the same weight, or refuse the same step."""
-    weights = []
-    for fuse in (True, False):
-        torch.manual_seed(0)
-        model = zcompile.shard(nn.Linear(4, 6, bias=False))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-        if fuse:
-            zcompile.fuse_optimizer(model, optimizer)
-        for step in range(2):
-            model(torch.ones(2, 4)).sum().backward()
-            full = normal(step, 0, 6, 4)
-            mesh = model.weight.device_mesh
-            if odd == "replicated":
-                model.weight.grad = DTensor.from_local(full, mesh, [Replicate()], run_check=False)
-            if odd == "moments" and step == 1:
-                optimizer.state[model.weight]["exp_avg"] = full
-                with pytest.raises(RuntimeError, match="DTensor"):
-                    optimizer.step()
-                break
-            optimizer.step()
-            optimizer.zero_grad()
-        weights.append(model.weight.to_local().detach())
-    assert torch.equal(*weights)
 
 
 def test_an_optimizer_that_cannot_be_fused_is_refused(rank, world):

@@ -119,13 +119,6 @@ def test_a_host_that_the_gpu_waits_for_is_mentioned(results, parts, waits):
     assert host_bound(results, 91.0, parts) == [expected + "leaves this wait out."]
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_picture_of_nothing_is_left_out(results, tmp_path):
-    results["engines"] = {"fsdp2": results["engines"]["fsdp2"] | {"parts": None}}
-    names = {path.stem for path in report.write(results, tmp_path) if path.suffix == ".png"}
-    assert set(figures.PICTURES) - names == {"timeline"}
-
-
 def look_at_page(page, folder):
     """What `page` tells a browser's console; and each picture's width, height, and number of colored pixels."""
     places = (

@@ -1,7 +1,6 @@
 """Arguments that the profiler takes, operations that it counts, steps that it predicts, compares and divides."""
 
 import json
-import random
 import re
 import signal
 from dataclasses import replace
@@ -28,7 +27,7 @@ from zcompile.profile import compare, report
 from zcompile.profile.command import job_of
 from zcompile.profile.engines import file_name, find, names_of
 from zcompile.profile.flops import flops_of, grouped_product_flops
-from zcompile.profile.timeline import Parts, clip, length, parts_of_step, subtract, union, wire_bytes
+from zcompile.profile.timeline import Parts, parts_of_step, wire_bytes
 from zcompile.profile.torch_engines import blocks_of
 from zcompile.profile.worker import MOST_TRACES, Run
 
@@ -303,23 +302,6 @@ def test_a_failure_and_an_interruption_keep_what_there_is(tmp_path, monkeypatch)
     assert results["eager"]["step_ms"]["median"] == 2.0 and results["eager"]["step_ms"]["repeats"] == [2.0]
     assert results["simplefsdp"] == {"failed": "ValueError: no"}
     assert results["ddp"] == results["fsdp2"] == {"failed": "interrupted"}
-
-
-def test_intervals_against_points():
-    """union, clip and subtract, against sets of integers."""
-    generator = random.Random(0)
-
-    def intervals():
-        begins = [generator.randrange(40) for _ in range(generator.randrange(8))]
-        return [(begin, begin + generator.randrange(1, 6)) for begin in begins]
-
-    points = lambda intervals: {point for begin, end in intervals for point in range(begin, end)}
-    for _ in range(300):
-        first, second = intervals(), intervals()
-        merged, removed = union(first), union(second)
-        assert points(merged) == points(first) and length(merged) == len(points(first))
-        assert points(subtract(merged, removed)) == points(first) - points(second)
-        assert points(clip(merged, (10, 25))) == points(first) & set(range(10, 25))
 
 
 def event(name, category, begin, end, thread=1, **args):

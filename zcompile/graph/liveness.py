@@ -114,8 +114,7 @@ class Liveness:
 
     def input_bytes(self, exclude: Collection[Node] = ()) -> int:
         """Return the bytes of memory that the inputs of the graph hold, except those in `exclude`."""
-        inputs = (storage for storage in self if storage.maker.op == "placeholder")
-        return sum(storage.nbytes for storage in inputs if storage.maker not in exclude)
+        return sum(each.nbytes for each in self if each.maker.op == "placeholder" and each.maker not in exclude)
 
     def live_bytes(
         self, exclude: Collection[Node] = (), scaled: Collection[Node] = (), scale: float = 1.0
@@ -239,8 +238,7 @@ class Liveness:
 def mark_saved(forward: GraphModule, backward: GraphModule, num_outputs: int) -> None:
     """Mark the inputs of `backward` that `forward` computes. The mark says whether torch makes them donated buffers.
 
-    Args:
-        num_outputs: number of outputs of `forward` before those that are saved for backward.
+    `num_outputs`: number of outputs of `forward` before those that are saved for backward.
     """
     outputs, gradients = (args_of(graph.graph.output_node())[0] for graph in (forward, backward))
     of_others = [*forward.graph.find_nodes(op="placeholder"), *outputs[:num_outputs], *gradients]
@@ -249,8 +247,7 @@ def mark_saved(forward: GraphModule, backward: GraphModule, num_outputs: int) ->
     for node in backward.graph.find_nodes(op="placeholder"):
         memory = _memory_of(node)
         if node.name in computed and memory is not None:
-            is_kept = SAVED_FOR_BACKWARD in computed[node.name].meta or memory._cdata in held
-            node.meta[IS_DONATED] = not is_kept
+            node.meta[IS_DONATED] = not (SAVED_FOR_BACKWARD in computed[node.name].meta or memory._cdata in held)
 
 
 def _memory_of(node: Node | None) -> torch.UntypedStorage | None:

@@ -135,7 +135,9 @@ def fuse_optimizer(
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError unless the fused kernels of transports can compute the step of `optimizer`."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        raise ValueError(f"zcompile.fuse_optimizer takes Adam and AdamW. Do not fuse {type(optimizer).__name__}.")
+        raise ValueError(
+            f"zcompile.fuse_optimizer takes Adam and AdamW, not {type(optimizer).__name__}. Leave the call out."
+        )
     for group in optimizer.param_groups:
         if not group["fused"] or group["amsgrad"] or group["maximize"] or isinstance(group["lr"], torch.Tensor):
             raise ValueError(
