@@ -23,7 +23,7 @@ def absent(results: Results) -> dict[str, str]:
 
 
 def predictions(results: Results) -> list[str]:
-    """Return sentences: predictions of plans with their measurements, slow hosts, settings, missing measurements."""
+    """Return sentences: what plans predicted and what was measured, engines that wait for the CPU, their settings."""
     sentences = []
     for name, engine in finished(results).items():
         if plan := engine.get("plan"):

@@ -53,7 +53,7 @@ class Agreement:
         self.round = 0
 
     def check(self, lines: Sequence[Line]) -> None:
-        """Wait until each other rank has reached the program of `lines`, or has started more collectives than this one.
+        """Wait until each other rank has reached the program of `lines`, or is past it: has started more collectives.
 
         Raises:
             RuntimeError: another rank waits with a different program: both ranks raise, with the first line that

@@ -232,7 +232,7 @@ class Takeover:
             return
         ranks_of = torch.distributed.get_process_group_ranks
         if ranks_of(parameter.ds_process_group) != ranks_of(self.engine.optimizer.dp_process_group):
-            raise RuntimeError(f"parameter '{name}' is partitioned over other ranks than the rest: not supported")
+            raise RuntimeError(f"parameter '{name}' is partitioned over ranks of its own, such as expert parallelism's")
         self.partitions[parameter.ds_id] = add_partition(
             state, name, parameter, (module, attribute), self.accept, self.in_int8
         )
