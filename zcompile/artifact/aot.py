@@ -135,6 +135,8 @@ def _is_saved(guard: Any, dropped: list[tuple[str, Any, bool]]) -> bool:
     kinds = {guard.guard_type, *guard.derived_guard_types}
     if LEAF in guard.name and "TENSOR_MATCH" in kinds:
         return False
+    if "._global_" in guard.name and "DUPLICATE_INPUT" in kinds:  # torch's tables of hooks, of which a file has copies
+        return False
     if not _is_group(guard) and kinds.isdisjoint(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES):
         return True
     if guard.has_value:

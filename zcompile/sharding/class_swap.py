@@ -310,7 +310,6 @@ def _sharded_metaclass(base: type[type]) -> type[type]:
         unsharded, _ = vars(made)[RECIPE]
         return unsharded(*args, **kwargs)
 
-    # Not equal to that class: Dynamo finds the next class of a call of `super()` by `mro.index(cls)`.
     metaclass = type("ShardedClass", (base,), {"__call__": make_unsharded})
     copyreg.pickle(cast(Any, metaclass), _pickled_class)
     return metaclass

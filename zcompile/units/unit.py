@@ -433,10 +433,7 @@ class Unit:
             each.grad = None
 
     def refuse_writes(self) -> None:
-        """Raise RuntimeError if forward wrote to an unsharded parameter, or exported its memory to NumPy.
-
-        The write would be lost, and the array would read freed memory. torch marks exported memory as not resizable.
-        """
+        """Raise RuntimeError if forward wrote to an unsharded parameter, which loses it, or exported one to NumPy."""
         for sharded, parameter, version in zip(self.sharded, self.unsharded, self.versions):
             if parameter._version != version:
                 raise RuntimeError(
