@@ -104,7 +104,7 @@ def rank_lost_host(rank, world, mode):
     try:
         for step in range(6):
             if step == 2:
-                # Not a barrier: a rank that has left one may still have to send what others wait for in it.
+                # Not a barrier: a rank that has left one may still have to send messages of it.
                 arrived = [torch.zeros(1) for _ in range(world)] if rank == GPUS else None
                 dist.gather(torch.zeros(1), arrived, dst=GPUS)
                 if arrived:  # on the second host

@@ -61,7 +61,7 @@ def test_arguments_for_fsdp_shard_and_offload(rank, world, tmp_path, bf16):
         trainer.evaluate()
         trainer.train()
         curves.append(hf.history(trainer))
-    hf.same_history(*curves, 6, 2)
+    assert curves[0] == curves[1] and len(curves[0]["loss"]) == 6 and len(curves[0]["eval_loss"]) == 2
     (offload,) = state_of(trainer.model).offloads
     assert offload.kind == ("states" if bf16 else "moments") and offload.has_stepped
 
