@@ -185,7 +185,7 @@ class P2pTransport : public Transport {
 
   std::string describe(const PeerWait& wait, cudaStream_t stream) {
     const auto name = wait.param < 0 ? "" : " '" + context_.param(wait.param).name + "'";
-    const auto missing = signals_.missing(wait, stream);
+    const auto missing = stream ? signals_.missing(wait, stream) : "";
     return "zcompile: rank " + std::to_string(context_.rank()) + " waited for other ranks " + wait.what + name +
            " until the process group's timeout: a rank stopped, left the training loop early, or gathers or reduces "
            "other parameters than this rank. " +

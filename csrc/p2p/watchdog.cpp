@@ -6,6 +6,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <future>
 #include <optional>
 #include <utility>
 
@@ -69,14 +70,24 @@ void Watchdog::watch() {
 // The program may be blocked on the waiting stream, and CUDA cannot cancel the wait. So `fail` ends the CUDA context:
 // every call on this device then returns an error, in this process alone. Watchdogs of peers find this rank missing. If
 // the device does not react, `fail` ends the process, as NCCL's watchdog does.
+//
+// While the program waits in a copy to pageable memory (Tensor.tolist(), Tensor.cpu()), no CUDA call of another thread
+// returns. So the calls are made on a thread of their own.
 void Watchdog::fail(const PeerWait& wait) {
-  message_ = describe_(wait, stream_);
-  failed_ = true;
-  std::fprintf(stderr, "%s\n", message_.c_str());
-  constexpr auto patience = std::chrono::seconds(5);
-  if (launch_trap(stream_) == cudaSuccess) ends_within(stream_, patience);
-  const auto state = cudaStreamQuery(stream_);
-  if (state != cudaSuccess && state != cudaErrorNotReady) return;  // the context has ended
+  constexpr auto patience = std::chrono::seconds(8);
+  std::packaged_task<bool()> end_context([this, wait] {
+    c10::cuda::set_device(device_, /*force=*/true);
+    message_ = describe_(wait, stream_);
+    failed_ = true;
+    std::fprintf(stderr, "%s\n", message_.c_str());
+    if (launch_trap(stream_) == cudaSuccess) ends_within(stream_, std::chrono::seconds(5));
+    const auto state = cudaStreamQuery(stream_);
+    return state != cudaSuccess && state != cudaErrorNotReady;
+  });
+  auto ended = end_context.get_future();
+  std::thread(std::move(end_context)).detach();
+  if (ended.wait_for(patience) == std::future_status::ready && ended.get()) return;
+  if (!failed_) std::fprintf(stderr, "%s\n", describe_(wait, nullptr).c_str());
   std::fprintf(stderr, "zcompile: after the error above, the GPU does not respond. This process is aborted.\n");
   std::abort();
 }

@@ -20,7 +20,8 @@ namespace zcompile::cuda {
 
 class Watchdog {
  public:
-  // Returns the message of an error. It may use the stream, the watchdog's own, on which nothing else is pending.
+  // Returns the message of an error. It may use the stream, the watchdog's own, on which nothing else is pending. The
+  // stream is null if CUDA calls do not return; then it makes none.
   using Describe = std::function<std::string(const PeerWait&, cudaStream_t)>;
   // Ends a wait that has lasted too long, if its lane can go on without the peer, and returns whether it did. It may
   // use the stream, as Describe may.

@@ -13,8 +13,7 @@
 //
 // [Note: inputs of a captured graph]
 // A replay reads an input in place, at its address in the capture, if the input had the same storage in the call before
-// the capture (as a parameter has), or is a result of the pool's graphs. Other inputs are copied to memory of the
-// graph.
+// the capture (as a parameter has), or is a result of the pool's graphs. Other inputs are copied.
 #pragma once
 
 #include <ATen/core/Tensor.h>

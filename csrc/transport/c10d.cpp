@@ -1,7 +1,6 @@
 // Gathers and reduces as collectives of a c10d::ProcessGroup.
 //
-// Every rank must gather and reduce the same parameters in the same order; see [Note: order of collectives] in
-// order_log.h.
+// Every rank must gather and reduce the same parameters in the same order (order_log.h).
 
 #include <ATen/Functions.h>
 

@@ -178,8 +178,7 @@ struct P2pSettings {
 std::unique_ptr<Transport> make_p2p_transport(TransportContext& context, const P2pSettings& settings);
 
 // For tests. Wraps `inner`, so that transfers end as late as possible: an unsharded parameter holds NaN until its wait,
-// and a reduce reads its gradient only in its wait. So too early a read, or reuse of a buffer, always gives wrong
-// numbers.
+// and a reduce reads its gradient only in its wait. So too early reads and reuse give wrong numbers.
 std::unique_ptr<Transport> make_late_transport(std::unique_ptr<Transport> inner);
 
 // For tests. Wraps `inner`, so that the GPU of rank 1 sleeps before and after each start. This must not change results.

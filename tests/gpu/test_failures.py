@@ -126,7 +126,7 @@ def test_replicas_that_reduce_different_gradients_do_not_step(transport):
         assert re.search("'a.weight'.* on rank 0 and .*'b.weight'.* on rank 2", message), message
 
 
-def rank_waits_for_a_stopped_rank(rank, world):
+def rank_waits_for_a_stopped_rank(rank, world, by_copy):
     model = zcompile.shard(make_transformer())
     state_of(model).runtime.use_transport("p2p", timeout_ms=3000)
     for step in range(2):
@@ -135,12 +135,15 @@ def rank_waits_for_a_stopped_rank(rank, world):
     if rank == 1:
         os._exit(1)
     lm_loss(model, 2, rank).backward()
+    if by_copy:
+        next(model.parameters()).grad.to_local().tolist()  # to pageable memory: blocks CUDA calls of other threads
     torch.cuda.synchronize()
 
 
-def test_a_rank_that_stops_gives_an_error_on_the_others():
-    survivor, _ = fail_within(60, rank_waits_for_a_stopped_rank)
-    assert "zcompile: rank 0 waited for other ranks" in survivor or "CUDA error" in survivor
+@pytest.mark.parametrize("by_copy", [False, True])
+def test_a_rank_that_stops_gives_an_error_on_the_others(by_copy, capfd):
+    survivor, _ = fail_within(60, rank_waits_for_a_stopped_rank, by_copy)
+    assert "zcompile: rank 0 waited for other ranks" in survivor + capfd.readouterr().err
 
 
 def rank_reduces_in_different_orders(rank, world):

@@ -67,8 +67,7 @@ def read(path: Path, sha256: str | None = None) -> bytes:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ArtifactError: another user may write or replace the file; its SHA-256 differs from `sha256`; or it cannot be
-            read.
+        ArtifactError: another user may write or replace the file, its SHA-256 is not `sha256`, or a read failed.
     """
     try:
         with path.open("rb") as file:

@@ -39,8 +39,7 @@ class Explanation:
     activation_memory_budget: float = 1.0
     # By dtype, elements and bytes of gathered parameters. Those that eager code gathers count only here.
     widths: tuple[Width, ...] = ()
-    # Number of segments of forwards, such as half of a decoder layer, that backwards recompute to keep to
-    # `memory_limit`.
+    # Segments of forwards, such as half of a decoder layer, that backwards recompute to keep to `memory_limit`.
     recomputed_segments: int = 0
     # On a mesh (host, gpu), milliseconds that a step waits for transfers over hosts outside of graphs.
     over_hosts_ms: float = 0.0

@@ -73,15 +73,13 @@ class PlannedGraph:
     bound_bytes: int  # the largest `unsharded_bytes` that `gather_budget_bytes` allows
     live_bytes: int  # most bytes of tensors at once, except shards: activations, unsharded parameters, gradients
     saved_bytes: int  # for a backward, the bytes that its forward saved for it; for a forward, 0
-    # Time that compute waits for transfers in any schedule, even with unlimited memory; see [Note: the bound] in
-    # bound.py.
+    # Time that compute waits for transfers in any schedule, even with unlimited memory (bound.py).
     least_exposed_ms: float = 0.0
     # The main cause of `exposed_ms`: "wire", transfers take too long for any schedule; "budget", the limit of bytes
     # that are unsharded or being reduced at once; "order", the places and the order in which transfers start. Empty if
     # less than 0.5% of the graph's time is exposed.
     held_by: str = ""
-    # (op, milliseconds) for each op without a cost formula, whose time was estimated from the bytes of its tensors; see
-    # `zcompile.register_cost`.
+    # (op, milliseconds) for each op without a cost formula (`register_cost`): estimated from its tensors' bytes.
     without_formula: tuple[tuple[str, float], ...] = ()
 
     @property
@@ -92,8 +90,7 @@ class PlannedGraph:
 def in_order(graphs: Sequence[PlannedGraph]) -> list[tuple[PlannedGraph, int]]:
     """Return the graphs of a step in the order in which they run: all forwards, then the backwards in reverse.
 
-    Each comes with the bytes that other graphs hold for their backwards while it runs. `graphs` has each forward before
-    its backward.
+    Each comes with the bytes that others hold for their backwards meanwhile. `graphs` has forwards before backwards.
     """
     forwards: list[tuple[PlannedGraph, int]] = []
     backwards: list[tuple[PlannedGraph, int]] = []

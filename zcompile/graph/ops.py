@@ -6,8 +6,7 @@ Words used throughout:
   may be run again or moved. Its nodes are called links.
 - A *reader* of a chain is a node outside the chain that reads one of its links.
 - A *start* is a node that begins one transfer, of one tensor or of a group. Each tensor of a start has one *wait*.
-- The *fake value* of a node, `meta["val"]`, is a tensor without data that has the shape, dtype and device of the
-  result.
+- The *fake value* of a node, `meta["val"]`, is a tensor without data, with the result's shape, dtype and device.
 """
 
 import math

@@ -36,14 +36,12 @@ class Accelerator(accelerate.Accelerator):
     `save_state` writes one shard per rank, which any number of ranks can load.
 
     `fsdp_plugin` for FSDP2 gives `mixed_precision_policy` to `zcompile.shard`; with `mixed_precision="bf16"` and no
-    policy, all its dtypes are bfloat16, as accelerate sets it for FSDP2. With `cpu_offload`, AdamW with
-    `fused=True` keeps its states in host memory: `fuse_optimizer(offload="states")`, or "moments" if the policy has no
-    `param_dtype`.
+    policy, all its dtypes are bfloat16, as accelerate sets it for FSDP2. With `cpu_offload`, AdamW with `fused=True`
+    keeps its states in host memory: `fuse_optimizer(offload="states")`, without a `param_dtype` offload="moments".
 
     Raises:
-        ValueError: `fsdp_plugin` is for FSDP1 or has a setting that zcompile does not; or arguments ask for another way
-            to shard (FSDP in the environment, DeepSpeed, Megatron-LM), `parallelism_config`, fp16, fp8 or another
-            compile backend.
+        ValueError: `fsdp_plugin` is for FSDP1 or has a setting that zcompile does not; or arguments ask for FSDP in the
+            environment, DeepSpeed, Megatron-LM, `parallelism_config`, fp16, fp8 or another compile backend.
     """
 
     _shard_options: Mapping[str, Any] = {}
