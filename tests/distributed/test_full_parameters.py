@@ -143,8 +143,8 @@ def head_loss(model, step, rank):
 
 
 def penalized_loss(model, step, rank):
-    """The penalty is computed of the DTensor itself, where the parameter is one."""
-    return head_loss(model, step, rank) + 0.1 * full(model.body.weight.square().sum())
+    """Penalties are computed of the DTensors themselves, where parameters are some. A sum's gradient is replicated."""
+    return head_loss(model, step, rank) + 0.1 * full(model.body.weight.square().sum() + model.body.bias.sum())
 
 
 @pytest.mark.parametrize(

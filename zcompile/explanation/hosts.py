@@ -49,11 +49,7 @@ def links_over_hosts(whole: Link, inside: Link, hosts: int, microbatches: int, d
     """
     replicas = Hosts(hosts, shards_states=False, sums_once=microbatches > 1, itemsize=dtype.itemsize)
     sharded = replace(replicas, shards_states=True)
-    return {
-        "ZeRO-3": whole,
-        "HSDP": replace(inside, hosts=replicas),
-        'states="global"': replace(inside, hosts=sharded),
-    }
+    return {"ZeRO-3": whole, "HSDP": replace(inside, hosts=replicas), 'states="global"': replace(inside, hosts=sharded)}
 
 
 def table_of_hosts(rows: Sequence[OnHosts]) -> str:

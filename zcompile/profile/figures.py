@@ -110,10 +110,7 @@ def _legend_above(axes: Axes, columns: int) -> None:
 
 # The caption of each picture, and the function that draws it.
 PICTURES: dict[str, tuple[str, Callable[[Results], Figure | None]]] = {
-    "step_time": (
-        "Where a step goes, on rank 0. The black marks are steps timed without a profiler.",
-        draw_step_time,
-    ),
+    "step_time": ("Where a step goes, on rank 0. The black marks are steps timed without a profiler.", draw_step_time),
     "timeline": ("About one traced step of each engine, rank 0: compute, and below it communication.", draw_timeline),
     "memory": ("Peak memory of rank 0 during the timed steps.", draw_memory),
     "losses": ("Losses, means over ranks. 'limit' is left out, because it does not train.", draw_losses),

@@ -199,7 +199,7 @@ class ShardedParameter:
                     "fully reduced only when the block ends. Use zcompile.accumulate(reduce='each')."
                 )
             grad = run_grad_hooks(self.name, parameter, self.without_base(grad))
-        dtensor_grad: Any = parameter.grad
+        dtensor_grad: Any = self.sharded_grad()
         if dtensor_grad is None:
             local = self.add_grad(None, grad) if accumulates else grad
             dtensor_grad = parameter.grad = DTensor(local, parameter._spec, requires_grad=False)
@@ -213,6 +213,13 @@ class ShardedParameter:
             self.on_grad(self)
         if accumulates and not hooks:  # hooks must see the gradient of each backward alone
             self.let_reduce_add_to(dtensor_grad._local_tensor, parameter)
+
+    def sharded_grad(self) -> Any:
+        """Return `.grad`, sharded like the parameter: autograd leaves the gradient of `parameter.sum()` replicated."""
+        grad, spec = cast(Any, self.parameter.grad), cast(Any, self.parameter)._spec
+        if grad is not None and grad._spec is not spec and grad.placements != spec.placements:
+            grad = self.parameter.grad = grad.redistribute(placements=spec.placements)
+        return grad
 
     def defer_grad(self, zeros: torch.Tensor) -> None:
         """Add this rank's gradient to `unreduced`. Keep `.grad` at ones until the `accumulate` block ends.
@@ -285,7 +292,7 @@ class ShardedParameter:
         self.forget_deferred()
         parameter.grad = earlier
         if earlier is not None:
-            parameter.grad._local_tensor.mul_(factor._local_tensor)
+            self.sharded_grad()._local_tensor.mul_(factor._local_tensor)
         return cast(torch.Tensor, factor._local_tensor)
 
     def without_base(self, grad: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ exchange which parameters have a gradient on any rank; for these, a rank without
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -216,7 +216,7 @@ def _local_grad(sharded: ShardedParameter) -> torch.Tensor:
         local = sharded.local()
         zeros = torch.zeros(local.shape, dtype=local.dtype, device=local.device)  # plain, also for a subclass
         parameter.grad = DTensor(zeros, parameter._spec, requires_grad=False)
-    return parameter.grad._local_tensor
+    return cast(torch.Tensor, sharded.sharded_grad()._local_tensor)
 
 
 def _buckets(parameters: Sequence[ShardedParameter]) -> Iterator[list[ShardedParameter]]:

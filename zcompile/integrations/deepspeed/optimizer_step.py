@@ -20,12 +20,7 @@ from typing import Any
 import torch
 
 from zcompile.integrations.deepspeed.gradients import Gradients, ReducedSquares, add
-from zcompile.integrations.deepspeed.host_sub_groups import (
-    HostSubGroup,
-    can_stream,
-    resume_offloading,
-    stop_offloading,
-)
+from zcompile.integrations.deepspeed.host_sub_groups import HostSubGroup, can_stream, resume_offloading, stop_offloading
 from zcompile.integrations.deepspeed.partitions import ZeroParameter
 from zcompile.integrations.deepspeed.sub_groups import SubGroup, cast_batches
 from zcompile.training.host_link import HostLink, host_link_of
