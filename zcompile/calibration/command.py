@@ -40,19 +40,23 @@ def start_ranks(ranks: int, output: Path | None) -> int:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [*launch, "-m", "zcompile", "calibrate", *(["--output", str(output)] if output else [])]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as torchrun sets it in training
-    try:
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        print(f"zcompile calibrate: ranks took over {TIMEOUT_S:.0f} s. End other work, and rerun", file=sys.stderr)
-        return 1
-    print(ended.stdout, end="")
-    if ended.returncode == 0:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as launched:
+        try:
+            output_text, error_text = launched.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            launched.terminate()  # torchrun then ends its ranks; a kill would leave them
+            launched.communicate()
+            print(f"zcompile calibrate: ranks took over {TIMEOUT_S:.0f} s. End other work, and rerun", file=sys.stderr)
+            return 1
+    print(output_text, end="")
+    if launched.returncode == 0:
         return 0
-    own = [line for line in ended.stderr.splitlines() if line.startswith("zcompile calibrate: ")]
+    own = [line for line in error_text.splitlines() if line.startswith("zcompile calibrate: ")]
     if own:
         print(own[0], file=sys.stderr)
         return 2
-    errors = [line.strip() for line in ended.stderr.splitlines() if "Error" in line] or ["it printed no error"]
+    errors = [line.strip() for line in error_text.splitlines() if "Error" in line] or ["it printed no error"]
     print(f"zcompile calibrate: a rank failed (more: torchrun -m zcompile calibrate): {errors[-1]}", file=sys.stderr)
     return 1
 

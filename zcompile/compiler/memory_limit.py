@@ -79,7 +79,7 @@ def within_limit(plan: Plan, joint: GraphModule, split: Split, agree: Agree | No
         return plan
     count = min(len(segments(joint.graph, _shards(joint.graph, limit))), MOST_SEGMENTS)
     if agree:  # on the fewest segments, as the largest complement, so that all ranks have the same plans
-        count = MOST_SEGMENTS - agree("segments less", MOST_SEGMENTS - count)
+        count = MOST_SEGMENTS - agree("segments that may be recomputed", MOST_SEGMENTS - count)
     plans = _candidates(plan, count)
     peaks: dict[int, int] = {}
 

@@ -227,7 +227,8 @@ def difference_in(logs: Sequence[Sequence[int]], said: Mapping[int, Mapping[str,
     if not silent:
         return f"{begin}, and their logs do not tell which. {_UNCHANGED} {REMEDY}"
     last = {rank: last_of(marks) for rank in said for marks in said[rank].values() if marks}
+    absent = f"Rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent[:MOST_NAMED]))}"
     return (
-        f"{begin}. The last of other ranks is {by_text(last)}. Ranks {', '.join(map(str, silent[:MOST_NAMED]))} had "
-        f"started no collective since their previous step, and have not come to their next. {_UNCHANGED} {REMEDY}"
+        f"{begin}. The last of other ranks is {by_text(last)}. {absent} had started no "
+        f"collective since the previous step, and did not come to the next. {_UNCHANGED} {REMEDY}"
     )

@@ -61,8 +61,8 @@ class UnitCall:
         if self.was_split and unit.state.microbatches.accumulates:
             raise RuntimeError(
                 "zcompile: a split backward (of inputs alone, with its graph kept, as in a zero-bubble pipeline) needs "
-                f"parameter '{unit.sharded[0].name}' unsharded, but it did not fit into microbatch_cache_bytes (rank "
-                f"{dist.get_rank()}). Raise this option, use more ranks, or run both backwards together."
+                f"parameter '{unit.sharded[0].name}' unsharded, but it did not fit into the microbatch cache (rank "
+                f"{dist.get_rank()}). Use more ranks, or run both backwards together."
             )
 
     @torch.compiler.disable
