@@ -1,8 +1,7 @@
-"""Comparison of compiled programs between all ranks that wait for each other, also ranks that hold other parameters.
+"""Compares compiled programs between all ranks that the model's process groups connect.
 
-Ranks compare a program (a compiled graph) before its first run. Under tensor and expert parallelism, a rank also waits
-for ranks that hold other parameters. If only ranks that hold the same parameters compared programs, they would raise,
-and others would wait for them until the timeout. So all ranks take part that process groups of the model connect.
+Under tensor and expert parallelism, a rank also waits for ranks that hold other parameters. If only ranks that share
+the shards of a parameter compared programs, these would raise, and the others would wait for them until the timeout.
 """
 
 from collections.abc import Sequence
@@ -27,9 +26,9 @@ def agreement_of(meshes: Sequence[DeviceMesh], groups: Groups, runtime: _C.Model
     """
     me = dist.get_rank()
     name = f"zcompile/{groups.reduce}/{groups.number}"
-    # rank -> the store where it publishes the number of collectives it has started, its key there, its model's name
+    # rank -> (prefix of its group's keys in the store, for logs of collectives; its own key there; its model's name)
     known = {me: (order_store_name(groups), groups.rank, name)}
-    for _ in range(2):  # the second round passes on the ranks that others learned of in the first
+    for _ in range(2):  # the second round passes on what other ranks learned in the first
         for group in dict.fromkeys(mesh.get_group(i) for mesh in meshes for i in range(mesh.ndim)):
             gathered: list[dict[int, tuple[str, int, str]]] = [{} for _ in range(group.size())]
             dist.all_gather_object(gathered, known, group=group)

@@ -1,7 +1,6 @@
 """A barrier on the host, at which each rank also gives a number to the other ranks.
 
-Ranks may reach the barrier at different times. It has a gloo group of its own, so a rank that waits there blocks no
-other collective.
+The barrier has a gloo group of its own, so a rank that waits there blocks no other collective.
 """
 
 import datetime
@@ -22,7 +21,7 @@ class Meeting:
     """A barrier of the ranks of a model's mesh."""
 
     def __init__(self, state: ShardedModel, purpose: int):
-        """`purpose`: the call that waits, `GENERATE` or `EXPORT`. If ranks wait in different calls, they raise."""
+        """`purpose` is the call that waits, `GENERATE` or `EXPORT`."""
         self.runtime, self.purpose, self.number = state.runtime, purpose, state.groups.number
         try:
             self.group = weakref.ref(meeting_group(state.mesh))
@@ -65,5 +64,5 @@ class Meeting:
     def _missing(self, error: RuntimeError) -> RuntimeError:
         return RuntimeError(
             f"zcompile: rank {dist.get_rank()} waited for the other ranks in {_PURPOSES[self.purpose]}, and not all "
-            f"came: a rank stopped, or did not reach this call. {error}"
+            f"came: a rank ended, or did not reach this call. Look for the first error of the other ranks. {error}"
         )

@@ -1,13 +1,12 @@
 """A check before each optimizer step that all ranks have started the same collectives.
 
 The host of each rank counts and hashes the collectives that it starts; see [Note: order of collectives] in
-csrc/transport/order_log.h. So a check waits for the hosts of other ranks, but for no device. Two kinds of optimizer
-steps are not checked: steps inside of a backward, and steps compiled by `torch.compile`, which call no optimizer hook.
+csrc/transport/order_log.h. A check compares these numbers, so it waits for other hosts, but for no device. Two kinds of
+optimizer steps are not checked: steps inside of a backward, and steps that `torch.compile` compiled.
 
-A rank that has started no collective since its last check cannot have received wrong data. So it starts the check, does
-not wait, and reads the result at its next step. Hosts may then be up to a step apart. This is usual with the
-peer-to-peer transport, which tags its transfers. Each rank decides alone whether it waits, so all ranks take part in
-each check. If the check at a program's last step finds a difference, only the ranks that wait raise.
+A rank that has started no collective since its last check cannot have received wrong data. So it takes part in the
+check, but does not wait: it reads the result at its next check. If a program's last check finds a difference, only the
+ranks that wait raise.
 """
 
 import contextlib
@@ -29,11 +28,9 @@ from zcompile.ranks.order_watch import MOST_NAMED, REMEDY, Marks, base_store, by
 _ABSENT = torch.iinfo(torch.int64).min
 _PERIOD_S = 1.0  # how often a rank that waits checks whether another rank has found a difference
 _PATIENCE_S = 5.0  # how long a rank that found a difference waits for the logs of all ranks
-_UNCHANGED = (
-    "No parameter was changed, except on ranks that started no collective since their last step: they took this one."
-)
+_UNCHANGED = "This step changed no parameter, except on ranks that started no collective since the step before."
 
-# Number of the next check over each group; models over the same ranks share a group.
+# Counts the checks over each group.
 _numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]" = weakref.WeakKeyDictionary()
 
 Digests = Sequence[tuple[int, int]]  # (count of collectives, their hash) for each of a model's logs
@@ -56,9 +53,9 @@ _late: "weakref.WeakSet[OrderCheck]" = weakref.WeakSet()
 class OrderCheck:
     """Compares the collectives that the ranks of one mesh have started.
 
-    Each process group that moves parameters or gradients (of shards or of replicas) has a log of its collectives, which
-    must be equal on its ranks. One all-reduce (MAX) over the mesh compares all logs. For each log it has four numbers:
-    count, hash and their bitwise complements. The maximum of a complement tells the minimum of the value.
+    Ranks that share shards keep a log of their collectives, and so do ranks that hold the same shard (replicas). A log
+    must be equal on its ranks. One all-reduce (MAX) over the mesh compares all logs. It sends four numbers for each
+    log: count, hash and their bitwise complements, because the maximum of complements tells the minimum of values.
 
     Args:
         group: a gloo group of all ranks of `mesh`.
@@ -66,7 +63,7 @@ class OrderCheck:
         timeout_s: how long a rank waits for the others.
     """
 
-    runtime: _C.Model  # of the last check
+    runtime: _C.Model  # with which `check` was called last
 
     def __init__(self, mesh: DeviceMesh, group: dist.ProcessGroup, world: int, timeout_s: float):
         ranks, coordinate = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]), mesh.get_coordinate()
@@ -89,7 +86,7 @@ class OrderCheck:
     def check(self, runtime: _C.Model) -> None:
         """Compare the collectives that the ranks of the mesh have started; a collective call.
 
-        If this rank has started a collective since its last check, it waits for the other ranks now, else next time.
+        If this rank has started a collective since its last check, it waits for the result; else its next check does.
 
         Raises:
             RuntimeError: ranks started different collectives: all ranks raise, at the latest at their next check. Or
@@ -125,7 +122,7 @@ class OrderCheck:
     def finish(self) -> None:
         """Wait for the check in flight, if there is one, and compare its result.
 
-        Also raise if another check or order_watch.py finds a difference: ranks that hang or raised join no check.
+        Also raise if another check or order_watch.py finds a difference meanwhile: other ranks may not join this check.
         """
         exchange, self.under_way = self.under_way, None
         _late.discard(self)
@@ -136,7 +133,7 @@ class OrderCheck:
                 exchange.work.wait(datetime.timedelta(seconds=_PERIOD_S))
                 break
             self.leave_if_told(exchange.number)
-            for check in list(_late):  # such a check may have ended, and the ranks that waited for it raised
+            for check in list(_late):  # ranks that waited for one of these may have raised, and so not join this one
                 check.look()
         try:
             exchange.work.wait()
@@ -179,7 +176,7 @@ class OrderCheck:
         while time.monotonic() < deadline:
             self.leave_if_told(number)
             time.sleep(0.01)
-        raise self.missing(number, "Ranks started different gathers and reduces, and none reported its own in time.")
+        raise self.missing(number, "Ranks started different gathers and reduces, but none reported in time which.")
 
     def marks(self, exchange: Exchange) -> dict[int, Marks]:
         """Return the collectives that this rank had started at the check of `exchange`, by index in `logs`."""
@@ -207,8 +204,8 @@ class OrderCheck:
         self.leave_if_told(number)
         return RuntimeError(
             f"zcompile: rank {self.rank} waited at an optimizer's step for the other ranks, and not all came: a rank "
-            "stopped, or does not step. All ranks must take the same steps. Parameters are as after the last step. The "
-            f"last gather or reduce that rank {self.rank} started is {last_of(self.runtime.order())}. {reason}"
+            "ended, hangs, or does not take this step. All ranks must take the same steps. Parameters are as after the "
+            f"step before. Rank {self.rank} started last: {last_of(self.runtime.order())}. {reason}"
         )
 
 
@@ -217,7 +214,7 @@ def difference_in(logs: Sequence[Sequence[int]], said: Mapping[int, Mapping[str,
 
     Args:
         logs: the ranks of each log.
-        said: for each rank, the collectives that it published for each log, by index in `logs` (as text).
+        said: for each rank, the collectives that it published, by the index in `logs` as text.
     """
     begin = "zcompile: ranks started different gathers and reduces before this optimizer step"
     for log, ranks in enumerate(logs):
@@ -225,10 +222,10 @@ def difference_in(logs: Sequence[Sequence[int]], said: Mapping[int, Mapping[str,
             return f"{begin}, so gradients are mixed up: {at}. {_UNCHANGED} {REMEDY}"
     silent = sorted({rank for ranks in logs for rank in ranks} - said.keys())
     if not silent:
-        return f"{begin}, and their logs do not tell which. {_UNCHANGED} {REMEDY}"
+        return f"{begin}, but no longer know which. {_UNCHANGED} {REMEDY}"
     last = {rank: last_of(marks) for rank in said for marks in said[rank].values() if marks}
     absent = f"Rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent[:MOST_NAMED]))}"
     return (
-        f"{begin}. The last of other ranks is {by_text(last)}. {absent} had started no "
-        f"collective since the previous step, and did not come to the next. {_UNCHANGED} {REMEDY}"
+        f"{begin}. The last one is {by_text(last)}. {absent} had started none since the step before, and did not come "
+        f"to the next step. {_UNCHANGED} {REMEDY}"
     )

@@ -1,12 +1,12 @@
 """A thread that checks whether all ranks start the same collectives in the same order.
 
-See [Note: order of collectives] in csrc/transport/order_log.h. Training does not wait for the thread, so gradients may
-be wrong until the thread finds a difference. order_check.py keeps an optimizer from stepping with them, except in two
-kinds of steps that it names. After a difference, each rank's next collective raises; over gloo, a pending wait, too.
+See [Note: order of collectives] in csrc/transport/order_log.h. When the thread of a rank finds a difference, the next
+collective of each rank raises, and so does a pending wait over gloo. Training does not wait for the thread, so
+gradients may be wrong before. order_check.py keeps optimizers from stepping with them, except in two kinds of steps.
 
 The thread also asks torch whether NCCL failed, for example because a rank ended. After a difference or a failure, it
-aborts the model's process groups: the host may be waiting for its device, and the device for another rank. Without the
-abort, the host would wait until torch ends the process, a minute after the timeout.
+aborts the model's process groups, because the host may wait for its device, and the device for another rank. Without
+the abort, the host would wait until torch ends the process, a minute after the timeout.
 """
 
 import atexit
@@ -28,12 +28,12 @@ log = logging.getLogger("zcompile")
 Marks = list[tuple[int, int, str]]  # number, hash and text of collectives
 PERIOD_S = 1.0
 CLOSE_S = 10.0  # longest wait for the thread when the interpreter exits
-RECENT = 64  # a log has the names of this many of its last collectives
-MOST_NAMED = 8  # most ranks, and texts, that an error lists
+RECENT = 64  # a log has the parameters' names of this many of its last collectives
+MOST_NAMED = 8  # an error lists at most this many ranks, and different collectives
 REMEDY = (
-    "All ranks must read the same parameters in the same order, in forward and in backward. If a module reads others "
-    "on each rank, as a loop over experts does, make it a unit: zcompile.shard(model, units=[TheModule]), or "
-    "deepspeed.utils.set_z3_leaf_modules(model, [TheModule])."
+    "All ranks must read the same parameters in the same order, in forward and in backward. If ranks read different "
+    "parameters in a module, for example in a loop over experts, make it a unit: zcompile.shard(model, units="
+    "[TheModule]), or deepspeed.utils.set_z3_leaf_modules(model, [TheModule])."
 )
 
 _watches: dict[str, "OrderWatch"] = {}  # name of the gather group -> its watch
@@ -42,10 +42,10 @@ _watches: dict[str, "OrderWatch"] = {}  # name of the gather group -> its watch
 def watch_order(runtime: _C.Model, groups: Groups, timeout_s: float) -> Callable[[int], int]:
     """Watch the collectives of `runtime`. All models over one process group share a thread, until all are freed.
 
-    Returns a function of a rank: how many collectives it has started; for another rank, as it last published.
+    Returns a function that takes a rank, and returns how many collectives that rank has started, as it last published.
     """
     watch = _watches.get(groups.gather)
-    # A group may have the name of one that was closed before it was made.
+    # A new group may have the name of a destroyed one, but has another store.
     if watch is None or watch.base is not base_store() or not watch.add(runtime):
         _watches[groups.gather] = OrderWatch(runtime, groups, timeout_s)
     store = _store_of(groups)
@@ -104,9 +104,9 @@ class OrderWatch:
         if not reason:
             return ""
         return (
-            f"zcompile: rank {self.rank} can no longer gather and reduce, as {reason}: a rank ended, stopped, or did "
-            f"not come. The last collective that rank {self.rank} started is {last_of(runtime.order())}; the last that "
-            f"rank {self.other} published is {last_of(self.theirs)}. Look for the first error of the other ranks."
+            f"zcompile: rank {self.rank} can no longer gather and reduce, because {reason}: a rank ended, hangs, or "
+            f"started other collectives. Rank {self.rank} started last: {last_of(runtime.order())}. Rank {self.other} "
+            f"published last: {last_of(self.theirs)}. Look for the first error of the other ranks."
         )
 
     def compare(self, runtime: _C.Model) -> str:
@@ -121,20 +121,17 @@ class OrderWatch:
             if not self.store.check([f"{self.other}"]):
                 return ""
             self.theirs = json.loads(self.store.get(f"{self.other}"))
-        except (RuntimeError, ValueError):  # the store was closed, or its rank ended
+        except (RuntimeError, ValueError):  # the store was closed, or the rank that serves it ended
             self.has_store = False
             return ""
         return difference({self.rank: mine, self.other: self.theirs})
 
     def fail(self, runtime: _C.Model, message: str) -> None:
-        """Make the next collective of each rank raise `message`, and abort this rank's process groups.
-
-        Also log the error, because this rank may not reach another collective.
-        """
+        """Log `message`, make the next collective of each rank raise it, and abort this rank's process groups."""
         log.error("%s", message)
         with self.lock:
             runtimes = list(self.runtimes)
-        for each in runtimes:  # units have groups of their own
+        for each in runtimes:  # each model may also have units and domains, with groups of their own
             each.fail_order(message)
         self.publish(message)
         runtime.abort_nccl()
@@ -154,7 +151,7 @@ def base_store() -> dist.Store:
 
 
 def order_store_name(groups: Groups) -> str:
-    """Return the prefix of the store's keys under which ranks of `groups` publish their logs of collectives."""
+    """Return the prefix of the keys under which ranks of `groups` publish their logs in the store."""
     return f"zcompile/order/{groups.gather}/{groups.reduce}"
 
 
@@ -189,12 +186,12 @@ def first_difference(said: Mapping[int, Marks]) -> str:
             if len(set(texts.values())) > 1:
                 return f"number {number} is {by_text(texts)}"
             return (
-                f"number {number} is {by_text(texts)}, but of another model, dtype or bucket, in backward on one rank "
-                "and in forward on another, or after another number of optimizer steps"
+                f"number {number} is {by_text(texts)}, but of another model, dtype or bucket on one of them, or in "
+                "backward instead of forward, or after another number of optimizer steps"
             )
         return (
             f"the first difference is between number {alike + 1} and number {number}, further back than the {RECENT} "
-            "whose names each rank keeps. Ranks have started these numbers of collectives: "
+            "collectives whose parameters each rank remembers. Ranks have started this many collectives: "
             f"{by_text({rank: str(count) for rank, count in last.items()})}"
         )
     return ""

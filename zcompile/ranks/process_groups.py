@@ -15,9 +15,9 @@ from zcompile import _C
 
 
 def default_mesh(model: nn.Module | None = None) -> DeviceMesh:
-    """Make a 1-D mesh of all ranks of the default process group: of GPUs if it has NCCL, or if `model` is on a GPU."""
+    """Make a 1-D mesh of all ranks: of GPUs if the default process group has NCCL, or if `model` is on a GPU."""
     devices = {parameter.device.type for parameter in (model.parameters() if model is not None else ())} - {"meta"}
-    # `get_backend` would return "undefined" for a group made with torch's defaults.
+    # `get_backend` would return "undefined" after `init_process_group()` without a backend.
     on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
     device_type = "cuda" if on_gpu or "cuda" in devices else "cpu"
     return init_device_mesh(device_type, (dist.get_world_size(),))
@@ -46,8 +46,7 @@ def timeout_of(mesh: DeviceMesh) -> datetime.timedelta:
 
 
 # The process groups that zcompile made, by use, ranks, device type and timeout. Models over the same ranks share a
-# group, so that their collectives have one order. If each model had its own group, two ranks that run different models
-# would wait for each other.
+# group: with a group for each model, two ranks that run different models would wait for each other.
 _shared_groups: "weakref.WeakValueDictionary[tuple[Any, ...], dist.ProcessGroup]" = weakref.WeakValueDictionary()
 
 
@@ -57,7 +56,7 @@ def _own_group(use: str, ranks: list[int], mesh: DeviceMesh, backend: str | None
     key = use, tuple(ranks), mesh.device_type, timeout
     group = _shared_groups.get(key)
     if group is not None:
-        with contextlib.suppress(ValueError):  # closed since
+        with contextlib.suppress(ValueError):  # the group was destroyed
             dist.get_backend(group)
             return group
     group = _shared_groups[key] = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
@@ -81,15 +80,15 @@ def meeting_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     return _own_group("meeting", mesh.mesh.flatten().tolist(), mesh, "gloo")
 
 
-# Number of the next model over each group.
+# The number of the next model that is sharded over each group.
 _numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The names of the process groups of a model's runtime, as `Groups` of csrc/transport/context.h has them."""
+    """The names of a model's process groups and this rank's place in them, for the model's C++ runtime."""
 
-    # Two groups of the ranks over which parameters are sharded, so that gathers and reduces overlap.
+    # Two groups of the ranks over which parameters are sharded, so that gathers and reduces overlap. Units have one.
     gather: str
     reduce: str
     replicate: str  # the group of the ranks that hold the same shard (replicas); "" on a 1-D mesh
@@ -101,14 +100,15 @@ class Groups:
         return _C.Model(**asdict(self), **options)
 
     def make_runtime_to_measure(self) -> _C.Model:
-        """Make a runtime without parameters over these groups, to measure transfers. It gets no model number."""
+        """Make a runtime without parameters over these groups, to measure transfers."""
         return replace(self, number=-1).make_runtime()
 
 
 def groups_of(mesh: DeviceMesh, for_units: bool = False) -> Groups:
     """Make the process groups for a new model over `mesh`; a collective call.
 
-    `for_units`: whether the model is of units, whose gathers and reduces share one group; see [Note: order of units].
+    `for_units`: whether the parameters are of units. These have groups of their own; [Note: order of units] in
+    units/order.py says why.
     """
     gather = reduce = shard_group = shard_group_of(mesh)
     replicas = mesh.get_group(0) if mesh.ndim == 2 else None
@@ -132,7 +132,7 @@ def groups_of(mesh: DeviceMesh, for_units: bool = False) -> Groups:
 
 
 def all_gather_over_mesh(mesh: DeviceMesh, value: Any) -> list:
-    """Return the `value` of each rank of `mesh`, in the same order on all; with "fake" ranks, this rank's, repeated."""
+    """Return the `value` of each rank, in the order of the flattened mesh. With fake ranks, all are this rank's."""
     if is_fake(mesh):
         return [value] * mesh.size()
     values = [value]
@@ -147,7 +147,7 @@ def all_gather_object(group: dist.ProcessGroup, value: Any) -> list:
         dist.all_gather_object(values, value, group=group)
     except RuntimeError as error:
         raise RuntimeError(
-            f"zcompile: rank {dist.get_rank()} waited for an exchange with the other ranks of its mesh, but not "
-            f"all took part: a rank stopped, or did not reach this call. {error}"
+            f"zcompile: rank {dist.get_rank()} waited for a value of each other rank of its mesh, and not all came: a "
+            f"rank ended, or did not make this call. Look for the first error of the other ranks. {error}"
         ) from error
     return values

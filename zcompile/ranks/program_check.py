@@ -13,9 +13,7 @@ class Line(NamedTuple):
     """One entry in the description of a program, such as a parameter that it reads."""
 
     text: str  # must be equal on all ranks
-    # The place in the model's source, for errors. It may differ between ranks, because a rank that skips a part of the
-    # model compiles other code around the same reads of parameters.
-    place: str = ""
+    place: str = ""  # in the model's source, for errors; may differ between ranks
 
     def __str__(self) -> str:
         return f"{self.text} ({self.place})" if self.place else self.text
@@ -28,17 +26,17 @@ def _key(lines: Sequence[Line]) -> str:
 class Agreement:
     """Compares the programs (compiled graphs) that ranks of one model run, through the store of the process group.
 
-    It uses no collective, because a rank that runs another program may never call it. A program is compared before its
-    first run, so later steps cost nothing, and ranks may compile at different times. A rank may also compile alone, for
-    a branch or a sequence length that other ranks do not have, while they run earlier programs. It goes on when each
-    other rank has started more collectives than it has, so is past this place; order_watch.py then compares them.
+    The comparison is no collective, because a rank that runs another program may never take part. Each program is
+    compared before its first run. A rank may compile alone, for example for a sequence length that other ranks do not
+    have, while these run earlier programs. The rank then goes on when each other rank has started more collectives than
+    the rank itself; order_watch.py compares these collectives.
 
-    Checks are numbered by rounds. If a check finds a difference, each rank raises in its next check of that round, and
-    goes on to the next round. So no check reads entries of the store from before a difference.
+    A difference ends a round of checks: each rank raises in its next check, and then begins the next round. Keys in the
+    store have the round's number, so no check reads what ranks wrote before a difference.
 
     Args:
-        prefix: a prefix of keys in the store, the same on the model's ranks and different from other models'.
-        rank, world: this rank's number among those that compare, and their count.
+        prefix: the prefix of this model's keys in the store, the same on all of its ranks.
+        rank, world: this rank's number among the ranks that compare programs, and their count.
         timeout_s: the longest wait for a rank, which may be compiling.
         started: rank -> how many of the model's collectives it has started, as far as this rank knows.
     """
@@ -53,7 +51,7 @@ class Agreement:
         self.round = 0
 
     def check(self, lines: Sequence[Line]) -> None:
-        """Wait until each other rank has reached the program of `lines`, or is past it: has started more collectives.
+        """Wait until each other rank has reached the program of `lines`, or has started more collectives than this one.
 
         Raises:
             RuntimeError: another rank waits with a different program: both ranks raise, with the first line that
@@ -77,21 +75,18 @@ class Agreement:
             if time.monotonic() > deadline:
                 self._fail(
                     f"zcompile: rank {self.rank} has waited {self.timeout_s:.0f} s for rank {missing[0]} to come to a "
-                    f"graph that begins with: {lines[0]}. All ranks must run the same graphs. If that rank still "
-                    "compiles, pass a longer timeout to init_process_group."
+                    f"graph that begins with: {lines[0]}. All ranks must run the same graphs. If that rank is still "
+                    "compiling, pass a longer timeout to init_process_group."
                 )
             time.sleep(0.02)
         self.store.set(f"{self.round}/waiting/{self.rank}", "null")
         self.known.add(key)
 
     def largest(self, lines: Sequence[Line], number: int) -> int:
-        """Return the largest `number` that ranks gave when they compiled the program that `lines` describe.
+        """Return the largest `number` of the ranks that compile the program of `lines` at this count of collectives.
 
-        Only ranks that compile after the same count of collectives are compared. A rank that compiles alone gets the
-        result of its last call for the program, with which the other ranks run, or its own number if that is larger.
-
-        Raises:
-            RuntimeError: see `check`.
+        If other ranks have started more collectives, and so do not compile here, the result is at least that of this
+        rank's last call for the program, with which the other ranks run. Raises as `check` does.
         """
         here = [*lines, Line(f"is compiled after {self.started(self.rank)} gathers and reduces")]
         names = [f"{self.round}/{_key(here)}/{rank}/number" for rank in range(self.world)]
@@ -105,7 +100,7 @@ class Agreement:
         return max(said)
 
     def stop(self, reason: str) -> None:
-        """Make the checks of other ranks raise: they would wait for this one in vain. `reason` ends the error."""
+        """Make the checks of other ranks raise: they would wait in vain for this rank. `reason` ends the error."""
         self._end_round(f"zcompile: rank {self.rank} {reason}")
 
     def _has_come(self, rank: int, key: str, position: int) -> bool:
@@ -133,8 +128,8 @@ class Agreement:
     def _waiting_program(self, rank: int, key: str) -> list[str] | None:
         """Return the lines of the program with which `rank` waits, if it conflicts with program `key`; else None.
 
-        A program that this rank has already compared does not conflict, because `rank` will find that and go on. Nor
-        does a program of a rank that has started fewer collectives than this rank, because it may still reach `key`.
+        There is no conflict if this rank has compared that program before, because `rank` will see this and go on, or
+        if `rank` has started fewer collectives than this rank, because it may still reach `key`.
         """
         waiting = self._waiting(rank)
         if waiting is None or waiting[0] == key or waiting[0] in self.known or waiting[1] < self.started(self.rank):

@@ -12,7 +12,7 @@ from zcompile.ranks.process_groups import all_gather_over_mesh
 
 @dataclass
 class Progress:
-    """The item on which the block of `raised_on_all_ranks` works, for the text of an error."""
+    """The item on which a `with raised_on_all_ranks(...)` block works, for the text of an error."""
 
     at: str = ""  # such as "parameter 'a.weight'"
 
@@ -21,10 +21,10 @@ class Progress:
 def raised_on_all_ranks(
     mesh: DeviceMesh, failure: str = "zcompile.shard: rank {} could not shard the model"
 ) -> Iterator[Progress]:
-    """Context manager that raises on all ranks if its `with` block raised on one of them. All ranks enter it.
+    """Context manager that raises RuntimeError on all ranks if its `with` block raised on one. All ranks enter it.
 
-    The block must contain no collective call. The text of the RuntimeError begins with `failure`, where {} is replaced
-    by the number of the rank that raised, and names its `Progress` and exception.
+    The block must contain no collective call. The error's text begins with `failure`, where {} stands for the rank that
+    raised. Then come this rank's `Progress.at` and exception.
     """
     progress, error = Progress(), None
     try:
