@@ -62,7 +62,7 @@ def test_a_change_after_loading_is_noticed(rank, world, file, name):
     assert zcompile.stats(model)["compiled"].startswith("loaded")
     change, told = CHANGES[name]
     changed = change(model)
-    refused = pytest.raises(RuntimeError, match="does not serve a call on rank 0")
+    refused = pytest.raises(RuntimeError, match="has no code for a call on rank 0")
     with refused as raised, changed if hasattr(changed, "__exit__") else contextlib.nullcontext():
         model(tokens_of(0, rank))
     assert told in str(raised.value)
@@ -155,7 +155,7 @@ def test_another_length_is_compiled(rank, world, inductor_cache, file):
     with cache_in(inductor_cache):
         model = zcompile.compile(sharded(), artifact=file)
         model(tokens_of(0, rank))
-        with pytest.warns(UserWarning, match="does not serve a call on rank 0.*size mismatch"):
+        with pytest.warns(UserWarning, match="has no code for a call on rank 0.*size mismatch"):
             longer = model(tokens_of(1, rank, length=7))
         with torch.compiler.set_stance("force_eager"):
             expected = model(tokens_of(1, rank, length=7))
@@ -170,7 +170,7 @@ def test_a_file_is_for_the_sizes_of_its_call_and_not_for_those_compiled_before(r
         for path, length in (tmp_path / "four.zc", 4), (tmp_path / "six.zc", 6):
             model = zcompile.compile(sharded(), artifact=path)
             model(tokens_of(0, rank, length=length))
-            with pytest.warns(UserWarning, match="does not serve a call"):
+            with pytest.warns(UserWarning, match="has no code for a call"):
                 model(tokens_of(1, rank, length=7))
 
 

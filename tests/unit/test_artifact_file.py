@@ -82,7 +82,7 @@ only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files 
     [
         (lambda path: path.chmod(0o646), "every user of this machine may write it"),
         (lambda path: path.parent.chmod(0o777), "every user of this machine may replace files in its folder"),
-        pytest.param(lambda path: os.chown(path, 12345, -1), "to the user of number 12345", marks=only_root),
+        pytest.param(lambda path: os.chown(path, 12345, -1), "to the user with ID 12345", marks=only_root),
     ],
 )
 def test_a_file_that_another_user_may_have_written_is_refused(tmp_path, edit, message):

@@ -1,4 +1,4 @@
-"""Compiles one graph ahead of time to bytes for an artifact (file), and loads it. Uses torch's private API for that."""
+"""Compiles one graph ahead of time to bytes for an artifact (file), and loads it, by torch's private API."""
 
 import importlib
 import inspect
@@ -47,11 +47,11 @@ class Code(NamedTuple):
 
 
 class Reused(BaseException):
-    """Raised by a backend that need not compile: the argument is the `Code` of an equal graph from an older file."""
+    """A backend raises this instead of compiling; the argument is the `Code` of an equal graph in an older file."""
 
 
 class Made(NamedTuple):
-    """The result of `compile_ahead`: one graph, compiled to bytes. `Loaded` loads its first three fields."""
+    """One compiled graph, the result of `compile_ahead`. `Loaded` loads the first three fields."""
 
     program: bytes  # Dynamo's bytecode and guards
     objects: bytes  # globals that the bytecode reads
@@ -59,8 +59,8 @@ class Made(NamedTuple):
     # (module, first line, line after the last, SHA-256 of the text) of each traced function.
     sources: list[tuple[str, int, int, str]]
     # Dynamo's guards that a file cannot hold: those on process groups, and those that compare an object by identity.
-    # For each guard: a Python expression for the object (L is the arguments of the call, G the globals), the object,
-    # and a flag, which is True for globals and for process groups.
+    # For each: a Python expression for the object (L: the call's arguments, G: globals), the object, and whether each
+    # call must compare the object (a global or a process group).
     dropped: list[tuple[str, Any, bool]]
     meshes: set[DeviceMesh]  # meshes that the traced code reads
 
@@ -71,7 +71,7 @@ def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend, gr
     Args:
         backend: compiles the graph that Dynamo captured. It returns a callable with a method `serialize`, such as
             Inductor's, or raises `Reused` if an older file has the code.
-        groups: process groups that the model's own collectives may use, each name with its mesh and dimension.
+        groups: name -> place of the process groups that the model's own collectives may use.
 
     Raises:
         torch._dynamo.exc.Unsupported: the model has graph breaks.
@@ -94,12 +94,12 @@ def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend, gr
     compiled: Any = torch.compile(
         model._call_impl, backend=compile_graph, fullgraph=True, options={"guard_filter_fn": keep}
     )
-    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):  # keep sizes static after calls with other sizes
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):  # earlier calls with other sizes have no effect
         function = compiled.aot_compile((tuple(args), dict(kwargs)))
     artifacts = function._artifacts
     inlined = artifacts.source_info.inlined_sources
     sources = [(each.module, each.firstlineno, each.lastlineno, each.checksum) for each in inlined]
-    inlined.clear()  # not to be saved: it holds the text of each module
+    inlined.clear()  # else the file would hold the source of each module
     code = artifacts.compiled_fn.code or artifacts.compiled_fn.take_code(groups)
     program = type(function).serialize(function).serialized_data
     return Made(program, _save_objects(artifacts), code, sources, dropped, meshes)
@@ -111,7 +111,7 @@ def _is_dynamos(name: str) -> bool:
 
 
 def _save_objects(artifacts: Any) -> bytes:
-    """Return, pickled, the globals that Dynamo added for its bytecode but does not save itself; modules as names."""
+    """Pickle the globals that Dynamo added for its bytecode but does not save itself. Modules are saved by name."""
     environment, scope = artifacts.runtime_env, nn.Module._call_impl.__globals__
     saved = {*environment.import_sources, *environment.used_globals, artifacts.backend_id}
     objects = {name: scope[name] for name in environment.external_refs if _is_dynamos(name) and name not in saved}
@@ -119,7 +119,7 @@ def _save_objects(artifacts: Any) -> bytes:
     try:
         return pickle.dumps((modules, {name: value for name, value in objects.items() if name not in modules}))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise RuntimeError(f"an object that the model's code refers to cannot be saved: {error}") from error
+        raise RuntimeError(f"an object that the model's code refers to cannot be pickled: {error}") from error
 
 
 def _is_group(guard: Any) -> bool:
@@ -129,13 +129,13 @@ def _is_group(guard: Any) -> bool:
 def _is_saved(guard: Any, dropped: list[tuple[str, Any, bool]]) -> bool:
     """Return whether a file holds `guard`, a guard of Dynamo.
 
-    Guards on shards are left out, because shard sizes differ between ranks. Torch cannot save guards on process groups
-    and on the identity of objects: these are appended to `dropped`.
+    Guards on shards are left out, because shard sizes differ between ranks. Guards on process groups and on the
+    identity of objects are appended to `dropped`, because torch cannot save them.
     """
     kinds = {guard.guard_type, *guard.derived_guard_types}
     if LEAF in guard.name and "TENSOR_MATCH" in kinds:
         return False
-    if "._global_" in guard.name and "DUPLICATE_INPUT" in kinds:  # torch's tables of hooks, of which a file has copies
+    if "._global_" in guard.name and "DUPLICATE_INPUT" in kinds:  # torch's tables of hooks: a file holds copies
         return False
     if not _is_group(guard) and kinds.isdisjoint(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES):
         return True
@@ -156,7 +156,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Saved(SerializableCallable):
-    """The callable of a compiled graph. Torch serializes it to zero bytes, because a file holds `code` separately."""
+    """The callable of a compiled graph. torch serializes it to zero bytes: the file holds `code` separately."""
 
     def __init__(self, compiled: Any, code: Code | None = None):
         self.compiled, self.code = compiled, code
@@ -186,7 +186,7 @@ class _Saved(SerializableCallable):
         return cls(None)  # callable after `load`
 
     def load(self, entry: bytes, groups: Groups) -> None:
-        """Unpickle `entry` (`Code.entry`) for calls of this object. Collectives run over this rank's process groups."""
+        """Unpickle `entry` (`Code.entry`), which calls of this object run, with this rank's process groups."""
         loaded = pickle.loads(entry)
         kernels.install_modules(loaded, groups)
         self.compiled = deserialize_bundled_cache_entry(loaded)
@@ -214,8 +214,8 @@ class Loaded:
         scope = {name: value for name, value in nn.Module._call_impl.__globals__.items() if not _is_dynamos(name)}
         modules, others = pickle.loads(objects)
         scope |= others | {name: importlib.import_module(module) for name, module in modules.items()}
-        # The unpickled meshes are the compiling rank's. Suppress torch's warning that this rank lacks their groups.
-        # Stop the garbage collector: unpickling makes so many objects that it would take a third of the time.
+        # Suppress torch's warning that this rank lacks the groups of the unpickled meshes, the compiling rank's. Stop
+        # the garbage collector, which would take a third of the time of unpickling.
         with kernels.in_this_process(), _silent(meshes), without_gc():
             self.function = AOTCompiledFunction.deserialize(program, scope)
             saved: Any = self.function._artifacts.compiled_fn
@@ -231,10 +231,10 @@ class Loaded:
         return "; ".join(map(str, guards.check_verbose(arguments).verbose_code_parts)) or "a guard does not hold"
 
     def look_up(self, expression: Any, model: nn.Module) -> Any:
-        """Evaluate a Python expression of `Made.dropped`, a string or code object, here. The expression may raise."""
+        """Evaluate in this process an expression of `Made.dropped`, a string or code object. It may raise."""
         return eval(expression, {"L": {"self": model}, "G": self.function.fn.__globals__})
 
 
 def runs_compiled_code() -> bool:
-    """Return whether torch's stance lets compiled code run, unlike `torch.compiler.set_stance("force_eager")`."""
+    """Return whether compiled code may run. It may not if a program set `torch.compiler.set_stance("force_eager")`."""
     return eval_frame._stance.stance == "default"

@@ -2,9 +2,9 @@
 
 [Note: a file is a program]
 Loading a file unpickles objects and runs native code, so a file can do anything that a program can. Nothing is
-unpickled before four checks pass: no other user may write the file, it has the SHA-256 that the caller gave (if any),
-it has the SHA-256 that it states, and the fingerprint in its header equals this process's. The SHA-256 in the file
-detects damage; only a SHA-256 from the caller detects an attacker.
+unpickled before four checks pass: no other user may write the file; its SHA-256 is the one that the caller gave, if
+any; its content has the SHA-256 that is in the file; and the fingerprint in its header equals this process's. The
+SHA-256 in the file detects damage; only a SHA-256 from the caller detects an attacker.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ LENGTH_BYTES = 8  # size of the field with the header's length, little-endian
 
 
 class ArtifactError(RuntimeError):
-    """A model's compiled code cannot be saved in a file, or loaded from one. The text says why."""
+    """A model's compiled code cannot be saved in a file, or loaded from one."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def check_writers(path: Path, status: os.stat_result) -> None:
     """Raise ArtifactError if other users may write or replace `path`, a file or folder; warn if its group may."""
     problem, folder = "", path.parent.stat().st_mode
     if status.st_uid not in (os.geteuid(), 0):
-        problem, remedy = f"it belongs to the user of number {status.st_uid}", "If you trust it, copy it."
+        problem, remedy = f"it belongs to the user with ID {status.st_uid}", "If you trust it, load a copy of your own."
     elif folder & stat.S_IWOTH and not folder & stat.S_ISVTX:
         problem = "every user of this machine may replace files in its folder"
         remedy = f"Move it, or `chmod o-w {path.parent}`."

@@ -1,7 +1,7 @@
 """The fingerprint of an artifact: named texts that must be equal where the file is made and where it is loaded.
 
-An error prints both values of each field that differs. So a value is plain text, or, if that would be too long to read,
-the number of its lines and their hash (`_digest`).
+An error prints both values of each text that differs. So a long value is replaced by the number of its lines and their
+hash (`_digest`).
 """
 
 import dataclasses
@@ -37,15 +37,15 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 def fingerprint(
     model: nn.Module, settings: Settings, mode: str | None, memory_bytes: int, args: Any, kwargs: Any
 ) -> dict[str, str]:
-    """Return the fingerprint of this machine, the settings, a sharded model and its call, equal on all ranks of a run.
+    """Return the fingerprint of this machine, the settings, a sharded model and its call.
 
-    `memory_bytes` is a rank's memory, from which `zcompile.options.Settings.plan` sets the passes' budgets.
+    `memory_bytes` is a rank's memory, from which the plan takes the bytes that passes may use.
     """
     return {**surroundings(model, settings, mode, memory_bytes), **of_call(model, args, kwargs)}
 
 
 def surroundings(model: nn.Module, settings: Settings, mode: str | None, memory_bytes: int) -> dict[str, str]:
-    """Return the fingerprint fields that all compiled programs of a file share: of this machine and of the settings."""
+    """Return the fingerprint fields of this machine and of the settings, which all programs of a file share."""
     state = state_of(model)
     return {**machine(state.mesh.device_type), **settings_of(state, settings, mode, memory_bytes)}
 
@@ -58,7 +58,7 @@ def of_call(model: nn.Module, args: Any, kwargs: Any) -> dict[str, str]:
 
 @contextmanager
 def _outside_of_forward(model: nn.Module) -> Iterator[None]:
-    """In this context, reads of parameters return the sharded DTensors, as outside of a forward, and gather nothing."""
+    """Context manager in which reads of parameters return sharded DTensors, as outside of a forward: no gathers."""
     state = state_of(model)
     before, state.in_compiled = state.in_compiled, False
     try:
@@ -102,7 +102,7 @@ def _processor_flags() -> str:
 
 
 def settings_of(state: ShardedModel, settings: Settings, mode: str | None, memory_bytes: int) -> dict[str, str]:
-    """Return fingerprint fields: zcompile's settings, the passes' configuration made of them, and torch's settings."""
+    """Return fingerprint fields: meshes, zcompile's settings, the plan that passes follow, and torch's settings."""
     options = {name: value for name, value in vars(settings).items() if name != "inductor"}
     return {
         "mesh": " and ".join(
@@ -117,7 +117,7 @@ def settings_of(state: ShardedModel, settings: Settings, mode: str | None, memor
     }
 
 
-# Folders, and a setting of error reports whose default depends on the environment variable CI.
+# Not in the fingerprint, because they depend on the virtual environment, the working directory or the variable CI.
 _NO_FIELDS = (
     "torch._dynamo.config.base_dir",
     "torch._dynamo.config.debug_dir_root",
@@ -126,10 +126,7 @@ _NO_FIELDS = (
 
 
 def _torch_settings() -> dict[str, str]:
-    """Return the settings of Dynamo, AOTAutograd and Inductor that torch's own caches have in their keys.
-
-    `_NO_FIELDS` are left out: their values differ between virtual environments, working directories and machines.
-    """
+    """Return the settings of Dynamo, AOTAutograd and Inductor that torch's own caches have in their keys."""
     return {
         f"{config}.{name}": str(sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)
         for config, settings in (
@@ -143,7 +140,7 @@ def _torch_settings() -> dict[str, str]:
 
 
 def parameters_of(model: nn.Module) -> list[tuple[str, ShardedParameter, int]]:
-    """Return (name, parameter, domain) of each sharded parameter of `model`. A domain is the number of a mesh."""
+    """Return (name, parameter, number of its domain) of each sharded parameter of `model`."""
     with _outside_of_forward(model):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [
@@ -195,10 +192,10 @@ def _modules(model: nn.Module) -> list[str]:
     lines = []
     for path, module in model.named_modules():
         base, kind = getattr(type(module), RECIPE, (type(module), None))
-        if kind is not None:  # without shapes, which may differ between ranks
+        if kind is not None:  # without the shapes in `kind`, which may differ between ranks
             layouts = [(name, dataclasses.replace(layout, shape=(), inner=None)) for name, layout in kind.layouts]
             kind = dataclasses.replace(kind, layouts=tuple(layouts))
-        forwards = f"{code_hash(type(module).forward)} {code_hash(base.forward)}"  # the first may call the second
+        forwards = f"{code_hash(type(module).forward)} {code_hash(base.forward)}"  # the subclass's may call the base's
         lines.append(f"{path} {module_name(base)}.{base.__qualname__} {kind} {forwards}")
     return lines
 
@@ -239,7 +236,7 @@ def _function_name(function: Any) -> str:
 
 
 def modes(model: nn.Module) -> dict[str, str]:
-    """Return fingerprint fields: torch's state that changes compiled code, such as autocast, and modules that train."""
+    """Return fingerprint fields: torch's state that changes compiled code, and which modules are in training mode."""
     kinds = ("cpu", "cuda")
     autocast = [
         f"{kind} {torch.get_autocast_dtype(kind)} cache={torch.is_autocast_cache_enabled()}"
@@ -288,7 +285,7 @@ def _digest(lines: Iterable[str]) -> str:
 def differences(made: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
     """Return a line for each fingerprint field that differs between a file (`made`) and this process (`here`).
 
-    The GPU's number counts only if the file has it. `ANY` equals every size, because guards check dynamic sizes.
+    The GPU's number is compared only if the file has it. `ANY` equals every size: guards check dynamic sizes.
     """
     return [
         f"{name}: made for {made.get(name, 'nothing')}; here {here.get(name, 'nothing')}"

@@ -1,4 +1,4 @@
-"""Replaces names of process groups in an artifact's code by mesh and dimension, which are the same on all ranks.
+"""Which ranks share compiled code, and how this code names their process groups.
 
 [Note: collectives in a file]
 Under expert parallelism, the model itself calls collectives, and Inductor writes the names of their process groups into
@@ -7,9 +7,9 @@ a parameter, and a dimension of this mesh. A rank that loads the file replaces e
 
 [Note: positions]
 Forwards read some parameters as DTensors over an *inner mesh*: the last dimensions of the parameter's mesh, such as
-"tp". A rank's *position* is its coordinates in the inner meshes. Compiled code may depend on the position: it takes
-this rank's slice of a tensor, and the last rank may have fewer rows. So a file has one compiled program for each
-position, and a rank loads its own. Ranks that differ only along other dimensions, such as "dp", run the same program.
+"tp". A rank's *position* is its coordinates in the inner meshes. Compiled code depends on the position, because ranks
+take different slices of a tensor, and the last slice may be smaller. So a file has a program for each position. Ranks
+that differ only along other dimensions, such as "dp", run the same program.
 """
 
 import ast
@@ -42,12 +42,12 @@ def span_of(state: ShardedModel) -> DeviceMesh:
 
 
 def inner_meshes(state: ShardedModel) -> dict[DeviceMesh, DeviceMesh]:
-    """Map the mesh of each parameter that forwards read as a DTensor to the DTensor's mesh: its last dimensions."""
+    """Map the mesh of each parameter that forwards read as a DTensor to the inner mesh; see [Note: positions]."""
     return {mesh: inner.mesh for sharded, mesh in meshes_of(state) if (inner := sharded.layout.inner) is not None}
 
 
 def positions_of(state: ShardedModel) -> dict[int, str]:
-    """Return, by rank, its coordinates in tensor and expert parallel meshes, such as "tp 1"; see [Note: positions]."""
+    """Return each rank's coordinates in the inner meshes, such as "tp 1"; see [Note: positions]."""
     positions: dict[int, dict[str, int]] = {rank: {} for rank in span_of(state).mesh.flatten().tolist()}
     for mesh, inner in inner_meshes(state).items():
         for rank, place in zip(mesh.mesh.flatten().tolist(), itertools.product(*map(range, mesh.shape)), strict=True):
@@ -57,21 +57,14 @@ def positions_of(state: ShardedModel) -> dict[int, str]:
 
 
 def makers_of(state: ShardedModel) -> list[int]:
-    """Return the ranks that compile: the first at each position (tensor and expert parallel coordinates)."""
+    """Return the ranks that compile: the first at each position; see [Note: positions]."""
     positions = positions_of(state)
     first = {position: rank for rank, position in reversed(positions.items())}
     return [rank for rank, position in positions.items() if first[position] == rank]
 
 
 def refuse_meshes(state: ShardedModel, used: Iterable[DeviceMesh] = ()) -> None:
-    """Raise an error if the ranks of a model cannot share an artifact because of a mesh.
-
-    Args:
-        used: the meshes that the traced forward reads.
-
-    Raises:
-        ArtifactError: meshes of parameters have different ranks, or forward reads no DTensor over a mesh that it uses.
-    """
+    """Raise ArtifactError if ranks cannot share an artifact. `used` are the meshes that the traced forward reads."""
     span, inner = span_of(state), inner_meshes(state)
     ranks = set(span.mesh.flatten().tolist())
     for sharded, mesh in meshes_of(state):
@@ -91,7 +84,7 @@ def refuse_meshes(state: ShardedModel, used: Iterable[DeviceMesh] = ()) -> None:
 
 
 def groups_of(model: nn.Module) -> Groups:
-    """Map the name of each process group of the parameters' meshes to its mesh and dimension, equal on all ranks."""
+    """Map the name of each process group of the parameters' meshes to its place; see [Note: collectives in a file]."""
     groups: dict[str, str] = {}
     for i, mesh in enumerate(dict.fromkeys(mesh for _, mesh in meshes_of(state_of(model)))):
         for dimension, group in enumerate(mesh.get_all_groups()):
@@ -100,7 +93,7 @@ def groups_of(model: nn.Module) -> Groups:
 
 
 def with_places(code: str, groups: Groups) -> str:
-    """In Inductor's code, replace the last argument of collectives, a process group's name, by mesh and dimension."""
+    """In Inductor's code, replace the last argument of collectives, a process group's name, by the group's place."""
     saved = code
     for call in ast.walk(ast.parse(code)):
         op = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
@@ -114,7 +107,7 @@ def with_places(code: str, groups: Groups) -> str:
 
 
 def with_names(code: str, groups: Groups) -> str:
-    """Replace each mesh and dimension that `with_places` wrote by the name of this rank's process group."""
+    """Replace each place that `with_places` wrote by the name of this rank's process group."""
     for name, place in groups.items():
         code = code.replace(repr(place), repr(name))
     return code

@@ -2,7 +2,7 @@
 
 Inductor writes a Python module for each graph. When the module is imported, it passes the source of each kernel to an
 `AsyncCompile`, which compiles it. A module from an artifact has a `Kernels` instead, which takes C++ kernels from the
-file. So no compiler runs, and Inductor does not test the processor's instructions in up to nine processes.
+file.
 """
 
 import ast
@@ -48,7 +48,7 @@ class Kernels(AsyncCompile):
     def cpp_pybinding(self, argtypes: list[str], source_code: str) -> Any:
         key = kernel_key(argtypes, source_code)
         if key not in _files:
-            raise RuntimeError(f"zcompile: the artifact lacks the C++ kernel {key[:12]} of its code. Make it anew.")
+            raise RuntimeError(f"zcompile: the artifact lacks C++ kernel {key[:12]}. Delete the file, and rerun.")
         return CppPythonBindingsCodeCache._load_library_inner(str(_files[key]), key).kernel
 
 
@@ -83,8 +83,7 @@ def graphs_of(entry: Any) -> Iterator[Any]:
 def take_kernels(entry: Any, groups: Groups) -> dict[str, bytes]:
     """Return the shared libraries of an AOTAutograd cache entry's C++ kernels, and let its code load them from a file.
 
-    Raises RuntimeError if a kernel is neither C++ nor Triton, or if `groups` lacks a collective's process group. `make`
-    in program.py puts "zcompile: no artifact can hold the model" before its text, and the remedy after it.
+    Raises RuntimeError if a kernel is neither C++ nor Triton, or if `groups` lacks a collective's process group.
     """
     libraries = {}
     for graph in graphs_of(entry):
@@ -102,7 +101,7 @@ def take_kernels(entry: Any, groups: Groups) -> dict[str, bytes]:
                 libraries[kernel_key(argument_types, source)] = Path(kernel.__self__.__file__).read_bytes()
         graph.source_code = with_places(graph.source_code.replace(MAKE, MAKE_FROM_FILE), groups)
         graph.cache_key = code_hash(graph.source_code)
-        graph.counter_deltas.clear()  # else loading would count in torch's counters, like compiling
+        graph.counter_deltas.clear()  # else torch's counters would count a load as a compilation
     return libraries
 
 
@@ -113,8 +112,6 @@ def names_device_number(entry: Any) -> bool:
 
 def install_kernels(libraries: Mapping[str, bytes]) -> None:
     """Write `libraries`, which `take_kernels` returned, to Inductor's cache folder, from which `Kernels` loads them.
-
-    The system loads shared libraries only from files. Ranks of a host share these files.
 
     Raises:
         ArtifactError: other users may write to the folder, and so could replace a library.
@@ -145,7 +142,7 @@ def install_modules(entry: Any, groups: Groups) -> None:
 
 
 def in_this_process() -> Any:
-    """Return a context in which Inductor starts no compile workers, because loaded code needs none."""
+    """Return a context manager in which Inductor starts no compile workers: loaded code needs none."""
     return inductor_config.patch(compile_threads=1)
 
 

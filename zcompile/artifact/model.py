@@ -2,16 +2,15 @@
 
 [Note: decided together]
 Ranks that run different code may start different collectives, so all ranks must use the file, or none. At the first
-call, each rank reads the file and all-gathers its *verdict*: the file fits the rank's model, call and machine; it does
-not exist; or the reason why it does not fit.
+call, each rank reads the file, and ranks all-gather their *verdicts*: the file fits this rank's model, call and
+machine; the file does not exist; or the reason why it does not fit.
 
 - All ranks have the same file, and it fits: each rank loads its own.
 - The file fits on some ranks and does not exist on the others (no shared folder): one rank broadcasts it.
 - No rank has the file: rank 0 compiles, broadcasts the file and writes it, and all ranks load it. Under tensor
   parallelism, the first rank at each "tp" coordinate compiles (see [Note: positions] in groups.py).
-- In all other cases, one warning gives the reason, and every rank compiles for itself, as `model.compile` does.
-
-Loading may fail on one rank. So ranks all-gather whether it succeeded, and if it failed on one, all ranks compile.
+- In all other cases, and if a rank then fails to load the file, one warning gives the reason, and every rank compiles
+  for itself, as `model.compile` does.
 """
 
 import functools
@@ -62,13 +61,11 @@ def compile(
 
     The first call of `model` loads the file, without tracing or compiling. If the file does not exist, rank 0 compiles
     and writes it, and all ranks load the result. If the file was made for another model, machine or settings, a warning
-    names the differences, and every rank compiles. The code in a file is for one call: its input shapes, training or
-    evaluation mode, and autocast. A later call for which the file has no code, such as one with another sequence
-    length, is compiled, with a warning.
+    names the differences, and every rank compiles. Every rank also compiles if the model has graph breaks, because no
+    file can hold its code. The code in a file is for calls with the same input shapes, training or evaluation mode, and
+    autocast. A later call for which the file has no code is compiled, with a warning.
 
-    A file is a program: load only a file that you would run. See [Note: a file is a program] in file_format.py.
-
-    A model with graph breaks cannot be saved in a file: every rank compiles.
+    Loading a file runs code from it, so load only files that you trust.
 
     Args:
         model: a sharded model, without compiled submodules.
@@ -114,7 +111,7 @@ class _Report:
     rank: int
     verdict: str  # FITS, ABSENT, or why the file does not fit
     file: str  # the SHA-256 of the file
-    here: str  # the SHA-256 of the rank's own fingerprint
+    here: str  # the SHA-256 of the rank's fingerprint
 
 
 @dataclass
@@ -125,11 +122,11 @@ class _Shared:
     position: str = ""  # this rank's coordinates in inner meshes, see [Note: positions] in groups.py
     data: bytes = b""  # content of the file
     file: LoadedFile | None = None
-    digest: tuple[bytes | None, str] = None, ""  # `data`, and its SHA-256
+    digest: tuple[bytes | None, str] = None, ""  # the last `data` that was hashed, and its SHA-256
     how: str = ""  # origin of the code, for `zcompile.stats`; empty if all blocks were loaded from the file
     is_made_here: bool = False  # whether the ranks of this run compiled the file
-    surroundings: dict[str, str] = field(default_factory=dict)  # fields of this rank, see fingerprint.py
-    compiled: Callable[..., Any] | None = None  # compiles; shared, so that equal blocks are compiled once
+    surroundings: dict[str, str] = field(default_factory=dict)  # fingerprint fields of this rank's machine and settings
+    compiled: Callable[..., Any] | None = None  # compiles a module's call; equal blocks are compiled once
     differing: list[str] = field(default_factory=list)  # see `FromFile.differing`
 
     def sha256(self) -> str:
@@ -142,11 +139,11 @@ class _Shared:
         if self.file is None:
             self.file = LoadedFile(decode(self.data, name), name)
             if NUMBER not in self.file.artifact.fingerprint:
-                self.surroundings.pop(NUMBER, None)  # its code runs on any GPU, and ranks may differ
+                self.surroundings.pop(NUMBER, None)  # the file's code runs on a GPU of any number
         return self.file
 
     def add(self, files: list[bytes], name: str) -> None:
-        """Add `files`, compiled by ranks of this run, to the content of the file. Loaded programs stay loaded."""
+        """Add `files`, which ranks of this run compiled, to the content of the file. Loaded programs stay loaded."""
         self.data, self.is_made_here = merge([self.data, *files] if self.is_made_here else files), True
         loaded, self.file = self.file.loaded if self.file is not None else {}, None
         self.open(name).loaded = loaded
@@ -169,11 +166,7 @@ class FromFile:
         around_make: Callable[[], AbstractContextManager[None]] = nullcontext,
         shared: _Shared | None = None,
     ):
-        """See `compile`.
-
-        In the context that `around_make` returns, this rank compiles if it must make the file. `shared` is the state
-        that all blocks of a model share; None if a model is compiled as a whole.
-        """
+        """See `compile`. This rank makes the file inside of `around_make()`. The blocks of one model share `shared`."""
         state_of(model)
         check_artifact(settings, mode)
         self.model = weakref.ref(model)
@@ -202,19 +195,18 @@ class FromFile:
         program, reason = self.serving(model, args, kwargs)
         if program is not None:
             return program.loaded.function(model, *args, **kwargs)
-        text = f"zcompile: {self.path} does not serve a call on rank {dist.get_rank()}: {reason}"
+        text = f"zcompile: {self.path} has no code for a call on rank {dist.get_rank()}: {reason}"
         if self.require:
             raise RuntimeError(f"{text}. Make the file for such calls, too, or leave out require= and sha256=.")
         if not self.warned:
-            warnings.warn(f"{text}. Such calls are compiled by this process.", stacklevel=2)
+            warnings.warn(f"{text}. This process compiles such calls.", stacklevel=2)
             self.warned = True
         return self.compiled(model, *args, **kwargs)
 
     def serving(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Program | None, str]:
-        """Find code (a program) whose guards hold for a call, load it if necessary, and put it first in `programs`.
+        """Return (a program whose guards hold for a call, ""), or (None, why the program used last cannot run it).
 
-        Returns:
-            (program, ""), or None and the reason why the program used last cannot run the call.
+        Loads the program if necessary, and puts it first in `programs`.
         """
         reasons: list[str] = []
         for program in self.programs:
@@ -228,10 +220,7 @@ class FromFile:
         return another, reasons[0]
 
     def load_another(self, model: nn.Module, args: Any, kwargs: Any) -> Program | None:
-        """Load from the file the code for a call that no loaded program can run; return None if the file has none.
-
-        Runs no collective, because other ranks may not need to load, just as a recompilation runs none.
-        """
+        """Load from the file the program for a call, without a collective; None if the file has none."""
         key = inputs(args, kwargs), torch.is_grad_enabled(), model.training
         file = self.shared.file
         if file is None or key in self.missed or len(file.artifact.facts["programs"]) == 1:
@@ -251,10 +240,7 @@ class FromFile:
         return program
 
     def decide(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """At the first call, on all ranks together, load the file, make it, or do without: [Note: decided together].
-
-        Raises RuntimeError if `require` is True, and a rank cannot use the file.
-        """
+        """At the first call, load the file, make it, or decide to compile; see [Note: decided together]. Collective."""
         state, shared = state_of(model), self.shared
         if shared.mesh is None:
             shared.mesh, shared.position = span_of(state), positions_of(state)[dist.get_rank()]
@@ -298,7 +284,7 @@ class FromFile:
         try:
             call = of_call(model, args, kwargs)
             verdict = self.examine(model, call)
-            if verdict == FITS:  # the file's fields, with `ANY` for dynamic sizes, in which ranks may differ
+            if verdict == FITS:  # ranks may differ in dynamic sizes, for which the file's fields have `ANY`
                 call = find(self.shared.open(str(self.path)).artifact, self.shared.position, call)[0]["call"]
             return verdict, call
         except FileNotFoundError:
@@ -337,12 +323,12 @@ class FromFile:
         return lines
 
     def make_together(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[str, list[int]]:
-        """Compile the model or block for the file, and broadcast the code to all ranks, which all call this.
+        """Compile the model or block on the ranks of `makers_of`, and broadcast the code to all ranks.
 
-        The first rank at each "tp" coordinate compiles, see [Note: positions] in groups.py. The first rank writes it.
+        A collective call. The first rank of the mesh writes the file.
 
         Returns:
-            The reason why the file could not be made ("" if it was), and the ranks that compiled.
+            The reason why the code could not be made ("" if it was), and the ranks that compiled.
         """
         state = state_of(model)
         mesh, makers = span_of(state), makers_of(state)
@@ -360,7 +346,7 @@ class FromFile:
         if _is_first(mesh):
             try:
                 write(self.path, self.shared.data)
-            except OSError as error:  # no error: all ranks have the content
+            except OSError as error:  # only a warning, because all ranks have the content
                 warnings.warn(f"zcompile: {self.path} is not written, so later runs compile: {error}", stacklevel=2)
         return "", makers
 
@@ -391,10 +377,7 @@ def _is_first(mesh: DeviceMesh) -> bool:
 
 
 def _obstacle(reports: list[_Report], here: Mapping[str, str], mesh: DeviceMesh, require: bool) -> str:
-    """Return why the ranks can neither load an existing file nor make one; "" if they can.
-
-    If the fingerprint `here` of this rank and others' differ, the ranks all-gather them, to name the differences.
-    """
+    """Return why the ranks can neither load an existing file nor make one; "" if they can. A collective call."""
     for report in reports:
         if report.verdict not in (FITS, ABSENT):
             return f"Rank {report.rank}: {report.verdict}"
@@ -403,11 +386,11 @@ def _obstacle(reports: list[_Report], here: Mapping[str, str], mesh: DeviceMesh,
         return f"Rank {reports[0].rank}: there is no such file."
     for report in fitting:
         if report.file != fitting[0].file:
-            return f"Ranks {fitting[0].rank} and {report.rank} have different files of this name."
+            return f"Ranks {fitting[0].rank} and {report.rank} have different files of this name. Give both the same."
     if all(report.here == reports[0].here for report in reports):
         return ""
     fields = all_gather_over_mesh(mesh, dict(here))
-    base = reports.index(fitting[0]) if fitting else 0  # its fields are those of the file, with `ANY` for dynamic sizes
+    base = reports.index(fitting[0]) if fitting else 0  # a rank with the file: its fields have `ANY` for dynamic sizes
     for report, each in zip(reports, fields, strict=True):
         if differing := "; ".join(differences(fields[base], each)):
             return f"Ranks {reports[base].rank} and {report.rank} differ: {differing}."

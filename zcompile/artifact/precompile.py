@@ -1,16 +1,15 @@
 """`zcompile precompile`: compiles a training program into an artifact, in one process, without the other ranks.
 
 The program has a function `build()`, which returns the model, `batch(step, rank)` and `loss(model, batch)`. With
-`--mesh dp=4,tp=2`, it is called as `build(dp=4, tp=2)`. The process is rank 0 of a fake process group. It calls `loss`
-on the batch of step 0, or on the batch of each step in `--steps`. When `loss` calls the model, this call is compiled,
-forward and backward, under the contexts that `loss` set (such as autocast). The call is not run: `loss` ends there.
-With `--blocks`, each block's call is compiled and then run in eager, because the next block needs its output's shape.
+`--mesh dp=4,tp=2`, zcompile calls `build(dp=4, tp=2)`. The process is rank 0 of a fake process group. It calls `loss`
+on the batch of step 0, or of each step in `--steps`. When `loss` calls the model, this call is compiled, forward and
+backward, under the contexts that `loss` set (such as autocast). The call is not run: `loss` ends there. With
+`--blocks`, each block's call is compiled and then run in eager, because the next block needs its output's shape.
 
 Under tensor parallelism, each "tp" coordinate needs its own code, see [Note: positions] in groups.py. A new process
 compiles for each coordinate, one after the other, because torch's caches for DTensors depend on the rank.
 
-If `--out` exists, its code is kept for graphs that did not change, see [Note: code that is kept] in program.py. A line
-on stderr says, for each compiled call, whether its code was kept.
+If `--out` exists, its code is kept for graphs that did not change, see [Note: code that is kept] in program.py.
 """
 
 import argparse
@@ -55,7 +54,7 @@ from zcompile.whole_files import write
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the artifact and print its size and SHA-256. Returns 1 if the model cannot be compiled into a file."""
+    """Write the artifact and print its size and SHA-256. Return the exit status: 1 if no file can hold the model."""
     try:
         earlier = _earlier(arguments.out)
         data, makers = precompile(arguments, None if earlier is None else decode(earlier, str(arguments.out)))
@@ -81,10 +80,7 @@ def _earlier(path: Path) -> bytes | None:
 
 
 def compiled_by_another_process(arguments: argparse.Namespace, rank: int, earlier: bytes | None) -> bytes:
-    """Compile in a new process the code for ranks at the tensor parallel coordinates of `rank`; return it as a file.
-
-    `earlier`: an older artifact, whose code is kept for graphs that did not change. Raises ArtifactError on failure.
-    """
+    """Run `precompile` in a new process as `rank`, and return its file's bytes. Raises ArtifactError on failure."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "model.zc"
         if earlier is not None:
@@ -167,7 +163,7 @@ def mark_dynamic(inputs: Any, dimension: int) -> None:
 
 
 def _ranks_of(mesh: Mapping[str, int]) -> int:
-    """Return the number of ranks of `--mesh`: the product of its sizes without "ep", whose groups reuse these ranks."""
+    """Return the number of ranks of `--mesh`: the product of its sizes without "ep", which divides the same ranks."""
     ranks = math.prod(size for name, size in mesh.items() if name != "ep")
     if ranks % (ep := mesh.get("ep", 1)):
         raise BadInput(f"--mesh has {ranks} ranks, which groups of ep={ep} do not divide: change ep or another size")
@@ -191,7 +187,7 @@ def _print_progress(data: bytes, earlier: Artifact | None, number: int, seconds:
 
 
 def _shard(model: nn.Module, arguments: argparse.Namespace, device: str) -> None:
-    """Shard the model as the options say, unless the user's function did, and set the transport of compiled graphs."""
+    """Shard the model as the options say, unless `build` has sharded it, and set the transport of compiled graphs."""
     if not is_sharded(model):
         shards = arguments.ranks // arguments.replicas
         mesh = init_device_mesh(device, (arguments.replicas, shards) if arguments.replicas > 1 else (shards,))
@@ -218,7 +214,7 @@ def modules_of(model: nn.Module, blocks: str) -> list[nn.Module]:
 
 
 class _Compiled(BaseException):
-    """Ends `loss` after it called the model, whose call was compiled."""
+    """Ends `loss` after the model's call was compiled."""
 
 
 def imported(file: Path) -> ModuleType:

@@ -1,9 +1,9 @@
 """Saves a compiled model as a file, loads it, and checks at each call that the code is still valid.
 
-A file holds most of Dynamo's guards, but not two kinds: guards that compare objects by identity, and guards on shards,
-whose sizes differ between ranks. The checks here replace these. When a file is loaded, functions are compared with
-their names and hashes in the file's header. At each call, functions, parameters' shards and modules' hooks are compared
-with those that existed when the file was loaded.
+A file lacks some of Dynamo's guards: those that compare objects by identity, and those on process groups and on shards,
+whose sizes differ between ranks. The checks here replace them. When a file is loaded, functions are compared with their
+names and hashes in the file's header. At each call, functions, parameters' shards and modules' hooks are compared with
+those that existed when the file was loaded.
 """
 
 import functools
@@ -60,9 +60,7 @@ def make(
     main_module: str = "",
     earlier: Artifact | None = None,
 ) -> bytes:
-    """Compile `model(*args, **kwargs)` without running it, and return the bytes of a file with the result.
-
-    The code is for ranks at this rank's "tp" coordinate (see [Note: positions] in groups.py). No collective runs.
+    """Compile `model(*args, **kwargs)` for ranks at this rank's position, without running it. Return a file's bytes.
 
     Args:
         settings: options that `check_artifact` of model.py accepted.
@@ -144,9 +142,8 @@ def _known_code(
 
     [Note: code that is kept]
     A compiled call has two parts: Dynamo's bytecode and guards, and Inductor's code for the graph. Dynamo's part is
-    always made again, so a change of the model's source, or of a value that tracing reads, is never missed.
-    Inductor's code is kept if the whole fingerprint is equal and both graphs are equal: Dynamo's graph and
-    AOTAutograd's joint graph, with the shapes of all nodes and the tags of activation checkpointing. Code with dynamic
+    always made again, so a change of the model's source, or of a value that tracing reads, is never missed. Inductor's
+    code is kept if the whole fingerprint, Dynamo's graph and AOTAutograd's joint graph are equal. Code with dynamic
     sizes is never kept, because Inductor adds guards on such sizes while it compiles.
     """
     if earlier is None or ANY in call["inputs"] or differences(earlier.fingerprint, fields):
@@ -175,10 +172,9 @@ def merge(files: Sequence[bytes]) -> bytes:
 
 
 def find(artifact: Artifact, position: str, call: Mapping[str, str]) -> tuple[Mapping[str, Any], list[str]]:
-    """Return the program (compiled call) of a file that fits a call best, and its `differences` from `call`.
+    """Return the program (compiled call) of a file that fits `call` best, and the `differences` of the two.
 
-    `position` is this rank's tensor parallel coordinates, as "tp 1"; [Note: positions] in groups.py. Raises
-    ArtifactError if the file has no program for it.
+    Raises ArtifactError if the file has no program for `position`, a result of `positions_of`.
     """
     found = [
         (program, differences(program["call"], call))
@@ -186,8 +182,8 @@ def find(artifact: Artifact, position: str, call: Mapping[str, str]) -> tuple[Ma
         if program["position"] == position
     ]
     if not found:
-        has = sorted({program["position"] or "no tensor parallelism" for program in artifact.facts["programs"]})
-        raise ArtifactError(f"the file is for {' and '.join(has)}, and not for {position or 'no tensor parallelism'}")
+        has = sorted({program["position"] or "all ranks" for program in artifact.facts["programs"]})
+        raise ArtifactError(f"the file is for {' and '.join(has)}, not for {position or 'all ranks'}. Make it anew.")
     return min(found, key=lambda each: len(each[1]))
 
 
@@ -196,10 +192,7 @@ def first_line(error: Exception) -> str:
 
 
 def _functions(made: aot.Made, model: nn.Module) -> list[tuple[str, str, bool]]:
-    """Describe the functions and process groups on which Dynamo had guards that a file cannot hold (`Made.dropped`).
-
-    Each is an expression for it, its `_identity`, and whether `Program.changed` compares it at each call.
-    """
+    """Return (expression, `_identity`, whether calls compare it) for each function and group in `Made.dropped`."""
     groups = groups_of(model)
     loaded = aot.Loaded(made.program, made.objects, made.code, groups)
     found: dict[str, tuple[str, str, bool]] = {}
@@ -214,7 +207,7 @@ def _functions(made: aot.Made, model: nn.Module) -> list[tuple[str, str, bool]]:
 
 
 def _identity(value: Any, groups: Groups) -> str:
-    """Describe a function, class or other object, by text that is the same in every process."""
+    """Describe a function, class or other object by a text that is the same in every process."""
     if isinstance(value, dist.ProcessGroup):
         return f"process group at {groups.get(value.group_name, f'no place: {value.group_name}')}"
     name = getattr(value, "__qualname__", None) or getattr(value, "co_name", None) or getattr(value, "__name__", "")
@@ -223,7 +216,7 @@ def _identity(value: Any, groups: Groups) -> str:
 
 
 class LoadedFile:
-    """A file that passed all checks, `name` in errors. Blocks whose calls have equal code share it, loaded once."""
+    """The content of a file, which errors call `name`. Blocks with equal code share one loaded program."""
 
     def __init__(self, artifact: Artifact, name: str):
         self.artifact, self.name = artifact, name
@@ -232,7 +225,7 @@ class LoadedFile:
     def load(self, model: nn.Module, position: str, call: Mapping[str, str]) -> "Program":
         """Unpickle the compiled code that `find` returns for a call of `model`.
 
-        Raises ArtifactError if a function that was traced or is called has changed since the file was made.
+        Raises ArtifactError if a function that was traced, or that the code calls, has changed since the file was made.
         """
         program, _ = find(self.artifact, position, call)
         part, parts, groups = program["program"], self.artifact.parts, groups_of(model)
@@ -268,7 +261,7 @@ class Program:
             try:
                 value = self.loaded.look_up(expression, model)
             except Exception as error:
-                raise ArtifactError(f"zcompile: {name} calls {expression}, which is not found: {error!r}.") from None
+                raise ArtifactError(f"zcompile: {name} needs {expression}, not found here: {error!r}.") from None
             if _identity(value, groups) != identity:
                 raise ArtifactError(f"zcompile: {name} was made with another {expression}: {identity}. Make it anew.")
             if is_watched:
@@ -296,7 +289,7 @@ class Program:
 
 
 class _Shard:
-    """The properties of a parameter's shard on which compiled code relies, as they were when the file was loaded."""
+    """Properties of a parameter's shard on which compiled code relies, at the time when the file was loaded."""
 
     def __init__(self, sharded: ShardedParameter):
         self.sharded = sharded
@@ -307,7 +300,7 @@ class _Shard:
     def changed(self) -> str:
         """Return how the shard changed since the file was loaded; "" if it did not."""
         leaf: Any = self.sharded.leaf_reference()
-        # If a wrapper calls the model, the leaf may not have the `requires_grad` of the parameter yet: compare both.
+        # A program may have set the parameter's `requires_grad`, and the leaf not have it yet: compare both.
         if leaf.requires_grad is not self.trains or self.sharded.parameter.requires_grad is not self.trains:
             return f"parameter '{self.sharded.name}' was {'frozen' if self.trains else 'unfrozen'}"
         if self.sharded.leaf_reference is not self.leaf:
@@ -346,7 +339,8 @@ def _check_sources(sources: Sequence[Sequence[Any]], name: str) -> None:
             raise ArtifactError(f"zcompile: {name} needs the source of module {module}: {error!r}.") from None
         if hashlib.sha256("".join(lines[first - 1 : end - 1]).encode()).hexdigest() != checksum:
             raise ArtifactError(
-                f"zcompile: lines {first} to {end - 1} of module {module} have changed since {name} was made."
+                f"zcompile: lines {first} to {end - 1} of module {module} have changed since {name} was made. Make "
+                "the file anew."
             )
 
 
@@ -358,7 +352,7 @@ def _source_lines(module: str) -> list[str]:
 def asks_for_rank(sources: Iterable[tuple[str, int, int, str]]) -> str:
     """Return the first line in traced functions (`Made.sources`) that reads this rank's number; "" if none does.
 
-    Tracing makes the number a constant, so the compiled code does not show that it depends on the rank.
+    The compiled code would have this number as a constant, which is wrong on other ranks.
     """
     for module, first, end, _ in sources:
         if module.split(".")[0] in ("torch", "zcompile"):
@@ -371,10 +365,7 @@ def asks_for_rank(sources: Iterable[tuple[str, int, int, str]]) -> str:
 
 @contextmanager
 def _importable_main(name: str) -> Iterator[None]:
-    """Let `import` find this process's `__main__` module under `name`, too, if its file has this name.
-
-    Pickled code refers to the training program by `name`, the name under which `zcompile precompile` imported it.
-    """
+    """Let pickled code import `__main__` by `name`, under which `zcompile precompile` imported the same file."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     is_main = bool(name) and file is not None and name == Path(file).stem and name not in sys.modules
     if is_main:
