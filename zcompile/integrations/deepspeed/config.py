@@ -91,10 +91,9 @@ def _conflict_in(config: Mapping[str, Any]) -> str:
     if (zero.get("offload_param") or {}).get("device", "none") != "none":
         return 'it gathers from device memory, so parameters stay there. Remove "offload_param"'
     if zero.get("zero_hpz_partition_size", 1) > 1:
-        # Rank r has part r of each parameter, so the parts of one rank of each host are no slice of it.
         return (
-            "it does not support secondary partitions, from which ranks of one host gather. Without DeepSpeed, "
-            'zcompile.shard(model, mesh, states="global") has the same effect. Remove "zero_hpz_partition_size"'
+            "it does not support secondary partitions, from which ranks of one host gather (without DeepSpeed, "
+            'zcompile.shard(model, mesh, states="global") has them). Remove "zero_hpz_partition_size"'
         )
     for name in ("zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
         if zero.get(name):
@@ -104,7 +103,7 @@ def _conflict_in(config: Mapping[str, Any]) -> str:
     if zero.get("mics_shard_size", -1) > 0:
         return 'it does not support MiCS, which shards over fewer ranks. Remove "mics_shard_size"'
     if (config.get("compile") or {}).get("deepcompile"):
-        return 'DeepCompile would schedule the same gathers, too. Remove "deepcompile" from "compile"'
+        return 'DeepCompile would schedule the same gathers. Remove "deepcompile" from "compile"'
     if zero.get("zenflow"):
         return 'ZenFlow changes gradients in hooks that zcompile removes. Remove "zenflow"'
     if config.get("sequence_parallel_size", 1) > 1:

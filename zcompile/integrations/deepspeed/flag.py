@@ -2,10 +2,9 @@
 
 [Note: a config that nothing acts on]
 A program that has a "zcompile" block but does not import zcompile must get an error, and not train without zcompile.
-Only DeepSpeed can raise this error, because no code of zcompile runs. (An entry point that torch loads by itself would
-break `import torch` if the folder of an editable install is gone.) DeepSpeed accepts unknown keys at the top of a
-config, but refuses them in "zero_optimization". So the block must be in "zero_optimization". If zcompile is imported,
-it removes the block before DeepSpeed validates the config. zcompile refuses a block at the top.
+Only DeepSpeed can raise this error. DeepSpeed accepts unknown keys at the top of a config, but refuses them in
+"zero_optimization". So the block must be in "zero_optimization". If zcompile is imported, it removes the block before
+DeepSpeed validates the config. zcompile refuses a block at the top.
 """
 
 import functools
@@ -22,7 +21,7 @@ _ZERO_CONFIG = "deepspeed.runtime.zero.config"  # imported by the engine
 
 
 def watch() -> None:
-    """Look for the block in the config of each new DeepSpeed engine, also if DeepSpeed is imported later."""
+    """From now on, look for the block in each new engine's config, also if DeepSpeed is not imported yet."""
     if _ENGINE in sys.modules:
         _wrap(sys.modules[_ENGINE])
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -30,12 +29,11 @@ def watch() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Import finder that finds DeepSpeed's engine module by the other finders, and wraps the loaded engine."""
+    """Import finder for DeepSpeed's engine module: loads it by the other finders, and wraps the engine."""
 
-    asks_others = False  # True while it asks the other finders; it then finds nothing, or it would call itself
+    asks_others = False  # True while the other finders search; this one then finds nothing, else it would call itself
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the spec of the engine's module, whose loader also wraps the engine; None for other modules."""
         if name != _ENGINE or self.asks_others:
             return None
         self.asks_others = True
@@ -56,7 +54,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _wrap(module: ModuleType) -> None:
-    """Wrap `DeepSpeedEngine.__init__` of `module`, to check its config."""
+    """Wrap `DeepSpeedEngine.__init__` of `module`, to read the engine's config."""
     engine: Any = module.DeepSpeedEngine
     initialize = engine.__init__
     _accept_block(sys.modules[_ZERO_CONFIG].DeepSpeedZeroConfig)
@@ -71,7 +69,7 @@ def _wrap(module: ModuleType) -> None:
         if "zcompile" not in config and not (isinstance(zero, dict) and "zcompile" in zero):
             initialize(self, *args, **kwargs)
             return
-        # Imported here, because it imports the backend and Inductor. Most programs have no DeepSpeed engine.
+        # Imported here, because these modules import Inductor, and most programs have no DeepSpeed engine.
         from zcompile.integrations.deepspeed.config import options_of
         from zcompile.integrations.deepspeed.takeover import Takeover
 
@@ -84,17 +82,14 @@ def _wrap(module: ModuleType) -> None:
 
 
 def _accept_block(zero_config: Any) -> None:
-    """Let DeepSpeed's config class for "zero_optimization" ignore the key "zcompile".
-
-    If the block is enabled, the class ignores "zero_quantized_weights", too: zcompile quantizes, and not DeepSpeed.
-    """
+    """Let DeepSpeed ignore "zcompile" in "zero_optimization" and, if it is enabled, "zero_quantized_weights"."""
     initialize = zero_config.__init__
 
     @functools.wraps(initialize)
     def wrapped(self: Any, *args: Any, zcompile: Any = None, **settings: Any) -> None:
         """`DeepSpeedZeroConfig.__init__` without zcompile's settings."""
         if isinstance(zcompile, dict) and zcompile.get("enabled"):
-            settings.pop("zero_quantized_weights", None)
+            settings.pop("zero_quantized_weights", None)  # zcompile quantizes instead
         initialize(self, *args, **settings)
 
     zero_config.__init__ = wrapped

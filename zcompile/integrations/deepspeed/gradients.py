@@ -1,8 +1,4 @@
-"""Gradients of ZeRO-3 partitions between backward and step: their memory, and the sums of their squares.
-
-DeepSpeed copies every reduced gradient to one flat buffer that it never frees. `Gradients` frees this buffer, and keeps
-each gradient in the tensor that its reduce wrote.
-"""
+"""Gradients of ZeRO-3 partitions between backward and step: their memory, and the sums of their squares."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -21,20 +17,21 @@ def add(before: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
 class Gradients(dict[int, torch.Tensor]):
     """A dict from `ds_id` (DeepSpeed's number of a parameter) to the gradient of this rank's partition, with padding.
 
-    It replaces the dict in which DeepSpeed's optimizer looks gradients up. A look-up of a missing gradient adds zeros.
+    It replaces DeepSpeed's dict of views of one flat buffer, and frees this buffer: each gradient stays in the tensor
+    that its reduce wrote. A look-up of a missing gradient adds zeros.
     """
 
     PLACE = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"  # DeepSpeed's attribute for gradients
 
     def __init__(self, optimizer: Any, device: torch.device):
-        """`device` is the device of reduced gradients. With offload, DeepSpeed's buffer is on another device."""
+        """`device` is the device of reduced gradients."""
         super().__init__()
         self.lengths = {each.ds_id: each.partition_numel() for group in optimizer.fp16_groups for each in group}
         self.device_of_buffer = optimizer.grad_partitions_flat_buffer.device
         self.like = optimizer.grad_partitions_flat_buffer.new_empty(0, device=device)
         optimizer.grad_partitions_flat_buffer = self.like
         setattr(optimizer, self.PLACE, self)
-        # (bucket, its freed buffer as a meta tensor, the device of the buffer).
+        # (DeepSpeed's bucket, its freed buffer as a meta tensor, the device of the buffer)
         self.buckets: list[tuple[Any, torch.Tensor, torch.device]] = []
         for bucket in getattr(optimizer, "ipg_buckets", {}).values():  # since 0.17.1
             if bucket.buffer is not None:
@@ -58,7 +55,7 @@ class Gradients(dict[int, torch.Tensor]):
 
 
 class ReducedSquares:
-    """Sums of squares of gradients, computed in each reduce, so that the gradient norm need not read gradients."""
+    """Sums of squares of gradients, which each reduce computes, so that the gradient norm need not read gradients."""
 
     def __init__(self, models: Iterable[ShardedModel], partitions: Mapping[int, Partition]):
         """`partitions` are the sharded parameters of `models`, by `ds_id`."""

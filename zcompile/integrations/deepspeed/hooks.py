@@ -1,8 +1,8 @@
 """Removes DeepSpeed's hooks while zcompile trains an engine, and does the work of the engine's forward hooks.
 
-Compiled graphs gather and reduce, so DeepSpeed's hooks must not do so. The engine's two forward hooks run timers, casts
-to fp16 and profilers. They are removed too, because they would be compiled with the module. `Hooks.around_forward`
-calls the functions of these two hooks outside of the compiled graph.
+Compiled graphs gather and reduce, so DeepSpeed's hooks must not. The engine's two forward hooks run timers, casts to
+fp16 and profilers. They are removed, because they would be compiled with the module; `Hooks.around_forward` calls
+their functions outside of the compiled graph.
 """
 
 import contextlib
@@ -15,10 +15,7 @@ from zcompile.integrations.deepspeed.partitions import ZeroParameter
 
 
 def hooked_parameter(engine: Any) -> str:
-    """Return the name of a parameter with hooks that are not DeepSpeed's, or "".
-
-    Under ZeRO-3, such a hook gets the unsharded gradient before the reduce. Compiled code gives it to no hook.
-    """
+    """Return the name of a parameter with hooks of the program, or "". Compiled code would not call such hooks."""
     own = {handle.id for handle in engine.optimizer._grad_acc_hooks if hasattr(handle, "id")}
     for name, parameter in engine.module.named_parameters():
         if parameter._backward_hooks or any(id not in own for id in parameter._post_accumulate_grad_hooks or ()):
@@ -29,11 +26,11 @@ def hooked_parameter(engine: Any) -> str:
 class Hooks:
     def __init__(self, engine: Any):
         self.engine = engine
-        self.persistent: list[ZeroParameter] = []  # small ones, which DeepSpeed keeps gathered
+        self.persistent: list[ZeroParameter] = []  # small parameters that DeepSpeed would keep unsharded
         self.removed = False
 
     def release_parameters(self) -> None:
-        """Partition all parameters, also small ones that DeepSpeed keeps gathered: zcompile gathers these, too."""
+        """Partition all parameters, also small ones that DeepSpeed keeps unsharded."""
         optimizer = self.engine.optimizer
         self.persistent = list(optimizer.persistent_parameters)
         optimizer.persistent_parameters = []
@@ -82,7 +79,7 @@ class Hooks:
         engine = self.engine
         inputs, kwargs = engine._forward_prologue(inputs, kwargs) or (inputs, kwargs)
         for module in engine.module.modules():
-            # The prologue sets this flag, which lets ZeRO's parameter dictionaries gather entries that Dynamo reads.
+            # The prologue sets this flag, under which ZeRO's parameter dictionaries gather what Dynamo reads.
             module._parameters._in_forward = False
         try:
             with _torch_linear():

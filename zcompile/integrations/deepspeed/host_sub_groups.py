@@ -1,9 +1,8 @@
 """The step with "offload_optimizer" to pinned CPU memory, for optimizers that can step on the device.
 
-DeepSpeed would copy gradients to the host, step there, and copy partitions back. Here gradients stay on the device.
-Main parameters and states are in host memory. A step copies a few of them at a time to the device, steps these there,
-and copies them back ([Note: streamed steps] in training/offload.py). Results are those of a step without offload. For
-`LeanStep`, DeepSpeed's optimizer is configured as without offload: it then keeps gradients on the device.
+DeepSpeed would copy gradients to the host, step there, and copy partitions back. Here only main parameters and states
+are in host memory. A step copies a few of them at a time to the device, steps these there, and copies them back
+([Note: streamed steps] in training/offload.py). The results are those of a step without offload.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ def can_stream(optimizer: Any, is_elementwise: bool) -> bool:
 
 
 def stop_offloading(optimizer: Any) -> None:
-    """Let DeepSpeed's optimizer look for gradients on the device. Frees the gradients that it holds in host memory."""
+    """Let DeepSpeed's optimizer keep gradients on the device. Frees its gradients in host memory."""
     optimizer.offload_optimizer = False
     for main in optimizer.fp32_partitioned_groups_flat:
         main.grad = None
@@ -51,11 +50,11 @@ def resume_offloading(optimizer: Any, link: HostLink, gradients: Gradients | Non
 
 
 class HostSubGroup:
-    """A flat main parameter (for several parameters) and its states, kept in host memory and stepped on the device."""
+    """The flat main parameter of a sub-group and its states, kept in host memory and stepped on the device."""
 
     def __init__(self, flat: nn.Parameter, lengths: list[int], partitions: torch.Tensor, link: HostLink):
-        """`flat` is the main parameter, [sum of `lengths`]. `lengths` are numbers of elements of each parameter's
-        partition, in order. `partitions` is the copy of `flat` on the device from which forwards gather."""
+        """`flat`: the main parameter, [sum of `lengths`]. `lengths`: elements in the partition of each parameter.
+        `partitions`: the copy of `flat` on the device, from which forwards gather."""
         self.flat, self.partitions, self.link = flat, partitions, link
         self.lengths, self.begins = lengths, list(accumulate(lengths, initial=0))
 
@@ -112,7 +111,7 @@ class HostSubGroup:
 
 
 class _Step:
-    """Steps an optimizer on slices of a flat main parameter. The optimizer holds slices and states only in a step."""
+    """Steps an optimizer on slices of a flat main parameter. The optimizer holds them only while it steps."""
 
     def __init__(
         self, inner: torch.optim.Optimizer, group: dict[str, Any], counts: dict[str, Any], is_first: bool
@@ -144,7 +143,7 @@ class _Step:
 
 
 def _copy(value: Any, like: torch.Tensor | None) -> Any:
-    """Copy `value`, a count of steps, to the device of `like`: the step of each slice adds 1 to a copy of its own."""
+    """Copy `value`, a count of steps, to the device of `like`: each slice needs a copy, which its step increments."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.clone() if like is None else value.to(like.device, copy=True)

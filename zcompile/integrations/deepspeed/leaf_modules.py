@@ -1,9 +1,9 @@
-"""DeepSpeed's leaf modules, which zcompile gathers whole at their call, as its own units.
+"""DeepSpeed's leaf modules, which become units of zcompile.
 
 ZeRO-3 gathers all parameters of a leaf module before its forward, and reduces all of their gradients after its
 backward, with zeros for parameters that a rank did not use. A unit does the same, see [Note: units] in units/unit.py.
-Only the gradient of a parameter that no rank used differs. Under `zcompile.shard`, the parameter has no gradient. Here
-its gradient is zeros, as under DeepSpeed, so the optimizer applies weight decay to the parameter.
+One thing differs from units of `zcompile.shard`: the gradient of a parameter that no rank used is zeros, not None. So
+the optimizer applies weight decay to the parameter, as under DeepSpeed.
 """
 
 from torch import nn

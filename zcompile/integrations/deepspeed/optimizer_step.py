@@ -1,8 +1,8 @@
 """The step of a ZeRO-3 optimizer, without copies of gradients and main parameters.
 
-DeepSpeed's step spends as much time on copies of gradients as on the optimizer. `LeanStep` keeps each gradient in the
-tensor that its reduce wrote. An elementwise optimizer (Adam) reads the gradient there, and updates the parameter's view
-of DeepSpeed's flat main parameter and states. The results are DeepSpeed's, except:
+`LeanStep` keeps each gradient in the tensor that its reduce wrote. An elementwise optimizer (Adam) reads the gradient
+there, and updates the parameter's view of DeepSpeed's flat main parameter and states. The results are DeepSpeed's,
+except:
 
 - On a GPU, the gradient norm may differ in its last bits, because it is summed in fp64 and in another order.
 - A fused Adam divides gradients by the loss scale (and clipping) itself. DeepSpeed multiplies them by the inverse.
@@ -42,7 +42,7 @@ class LeanStep:
         "offload_states",
         "reload_states",
     )
-    CAST_BYTES = 512 << 20  # of gradients that are cast at a time, after the cast
+    CAST_BYTES = 512 << 20  # size, after the cast, of the gradients that are cast together
 
     def __init__(
         self, optimizer: Any, fail: Callable[[str, Exception], None], reduced_squares: ReducedSquares | None = None
@@ -69,7 +69,7 @@ class LeanStep:
 
     @staticmethod
     def is_possible(optimizer: Any) -> bool:
-        """Whether `optimizer` can do without its gradient buffers: fp16 overflow checks and host steps read them."""
+        """Whether `optimizer` can do without its gradient buffers, which fp16 overflow checks and host steps read."""
         streams = not optimizer.offload_optimizer or can_stream(optimizer, _is_elementwise(optimizer.optimizer))
         return optimizer.dtype != torch.float16 and streams
 
@@ -105,10 +105,7 @@ class LeanStep:
             self.restore_buffers()
 
     def alias_main_parameters(self) -> None:
-        """Let main parameters that are copies of fp32 partitions share the partitions' memory.
-
-        If values differ, the main parameter's are kept, as in a step. Main parameters on the host stay copies.
-        """
+        """Let main parameters share the memory of partitions of their dtype and device. Their values are kept."""
         optimizer = self.optimizer
         if self.link is not None:
             return
@@ -130,19 +127,15 @@ class LeanStep:
         grad: torch.Tensor,
         accumulate: Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor] = add,
     ) -> None:
-        """Store the reduced gradient `grad` of `parameter`, or add it to that of earlier microbatches.
-
-        Args:
-            grad: [elements of the partition with padding].
-            accumulate: function of (gradient accumulated so far, or None; `grad`) that returns their sum.
-        """
+        """Store the reduced `grad`, [elements of the partition with padding], or add it to earlier ones of the step."""
         optimizer, gradients, ds_id = self.optimizer, self.gradients, parameter.ds_id
         grad = grad.to(optimizer.gradient_accumulation_dtype)
-        # With `loss.backward()`, gradients that only other ranks computed come after DeepSpeed has listed gradients.
+        # With `loss.backward()`, a gradient that only other ranks computed comes after DeepSpeed's epilogue has listed
+        # the tensors of `gradients`. So its value is written to the listed tensor.
         is_late = getattr(optimizer, "_epilogue_ran_this_backward", False)
         if optimizer.micro_step_id == 0 and not is_late:
             optimizer.averaged_gradients = {}  # drops gradients of a step that was skipped
-        # One backward may give a parameter two gradients: one that only other ranks computed comes at its end.
+        # One backward may give a parameter two gradients: the one that only other ranks computed comes at its end.
         backward = torch._C._current_graph_task_id()
         same_backward = self.last_backward.get(ds_id, -1) == backward != -1
         self.last_backward[ds_id] = backward
@@ -172,10 +165,7 @@ class LeanStep:
         return torch.cat(squares).sum()
 
     def cut(self, sub_group: int) -> SubGroup | HostSubGroup | None:
-        """Return sub-group `sub_group`, to step it parameter by parameter; None if it must step as one flat parameter.
-
-        Raises RuntimeError if it must step as one flat parameter, and is in host memory.
-        """
+        """Return a sub-group, to step it parameter by parameter; None if it must step as one flat parameter."""
         optimizer = self.optimizer
         inner, flat = optimizer.optimizer, optimizer.fp32_partitioned_groups_flat[sub_group]
         lengths = [each.partition_numel() for each in optimizer.fp16_groups[sub_group]]
@@ -184,7 +174,7 @@ class LeanStep:
         scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
         if self.link is not None:
             if step_hooks or scaler:
-                raise RuntimeError("zcompile cannot step offloaded states with step hooks or a gradient scaler")
+                raise RuntimeError("offloaded states cannot step on the device with step hooks or a gradient scaler")
             return HostSubGroup(flat, lengths, optimizer.fp16_partitioned_groups_flat[sub_group], self.link)
         if not _is_elementwise(inner) or step_hooks or scaler or not inner.state.get(flat):
             return None
@@ -200,7 +190,7 @@ class LeanStep:
         try:
             sub_groups = range(len(optimizer.fp16_groups))
             squares = torch.stack([self.square(i) for i in sub_groups])
-            self.sub_groups = {i: self.cut(i) for i in sub_groups}  # now, because the device is busy with the squares
+            self.sub_groups = {i: self.cut(i) for i in sub_groups}  # while the device computes the squares
             if self.reduced_squares:
                 self.reduced_squares.forget()
         except Exception as error:
@@ -209,16 +199,13 @@ class LeanStep:
         torch.distributed.all_reduce(squares, group=optimizer.dp_process_group)
         norms = torch.where(squares.isfinite(), squares.sqrt(), -1.0).cpu()
         if -1.0 in norms.tolist():
-            # Since 0.19 (and in fp16), DeepSpeed skips this step, and so updates no sub-group.
+            # DeepSpeed (since 0.19, or in fp16) skips this step, so no update will drop these.
             self.forget_step()
             self.gradients.clear()
         return list(norms)
 
     def prepare_fp32_grad_for_sub_group(self, sub_group: int) -> None:
-        """Take the sub-group's gradients out of `averaged_gradients`, DeepSpeed's dict of gradients by sub-group.
-
-        If the sub-group must step as one flat parameter, DeepSpeed concatenates these to a flat gradient.
-        """
+        """Move a sub-group's gradients to `pending`. If it must step as one flat parameter, DeepSpeed flattens them."""
         optimizer = self.optimizer
         try:
             self.current = self.sub_groups.pop(sub_group) if sub_group in self.sub_groups else self.cut(sub_group)
@@ -236,7 +223,7 @@ class LeanStep:
             self.gradients.pop(parameter.ds_id, None)
 
     def unscale_and_clip_grads(self, sub_group: int, total_norm: torch.Tensor | float) -> None:
-        """Compute the divisor of gradients (loss scale and clipping) on the host. `optimizer_step` divides by it."""
+        """Compute on the host the number by which `optimizer_step` divides gradients, from loss scale and clipping."""
         if self.current is None:
             return self.originals["unscale_and_clip_grads"](sub_group, total_norm)
         optimizer = self.optimizer
@@ -253,7 +240,7 @@ class LeanStep:
         self.current, self.pending = None, []
         inner, param_group = self.optimizer.optimizer, self.optimizer.sub_group_to_group_id[sub_group]
         divides = self.scale != 1.0 and getattr(inner, "_step_supports_amp_scaling", False)
-        divides = divides and bool(inner.state.get(current.flat))  # without offload, DeepSpeed does the first step
+        divides = divides and bool(inner.state.get(current.flat))  # no state: the first step of offloaded states
         batches = cast_batches(gradients, current.flat.dtype, 1.0 if divides else self.scale, self.CAST_BYTES)
         if divides:  # the optimizer divides gradients itself, as for a GradScaler
             inner.grad_scale = torch.full((), self.scale, device=self.device)
@@ -263,19 +250,19 @@ class LeanStep:
             inner.__dict__.pop("grad_scale", None)
 
     def reassign_or_swap_out_partitioned_parameters(self, sub_group: int) -> None:
-        """Give parameters views of the partitions on the device again. `HostSubGroup` has written new values there."""
+        """Let parameters view the partitions on the device again, to which `HostSubGroup` has written new values."""
         self.optimizer._unflatten_partitioned_parameters(sub_group)
 
     # --- Replacements of methods that users call between steps ---
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Call DeepSpeed's method, and drop the gradients. A running step has its own in `averaged_gradients`."""
+        """Call DeepSpeed's method, and drop the gradients. A running step holds its own in `averaged_gradients`."""
         self.originals["zero_grad"](*args, **kwargs)
         if self.cached_gradients is not None:
             self.cached_gradients.clear()
 
     def edit(self, name: str, value: torch.Tensor, parameter: ZeroParameter) -> None:
-        """Call DeepSpeed's method `name`, and increment the gradient's version, which such a method does not do."""
+        """Call DeepSpeed's method `name`, which changes a gradient, and increment the gradient's version."""
         self.originals[name](value, parameter)
         if self.cached_gradients is not None and parameter.requires_grad:
             torch.autograd.graph.increment_version(self.cached_gradients[parameter.ds_id])
@@ -288,10 +275,7 @@ class LeanStep:
         self.originals["offload_states"](*args, **kwargs)
 
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Call DeepSpeed's method, and free the gradient buffers that it reloads, but keep the gradients.
-
-        Main parameters that it reloads are copies, so they are made to share the partitions' memory again.
-        """
+        """Call DeepSpeed's method. Then free the gradient buffers and copies of main parameters that it reloaded."""
         self.originals["reload_states"](*args, **kwargs)
         if self.cached_gradients is None:
             reloaded = getattr(self.optimizer, Gradients.PLACE)

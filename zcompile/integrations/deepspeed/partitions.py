@@ -1,8 +1,4 @@
-"""Makes a ZeRO-3 parameter of DeepSpeed a sharded parameter of zcompile.
-
-DeepSpeed keeps a rank's flat partition of every parameter in `parameter.ds_tensor`, and leaves `parameter.data` empty.
-A `Partition` has a leaf (plain tensor) over the partition's memory. Graphs gather the leaf, and reduce its gradient.
-"""
+"""Makes a ZeRO-3 parameter of DeepSpeed a sharded parameter of zcompile; [Note: what is taken over] in takeover.py."""
 
 import weakref
 from collections.abc import Callable
@@ -25,7 +21,7 @@ ZeroParameter: TypeAlias = Any
 
 @dataclass(eq=False, kw_only=True)
 class Partition(ShardedParameter):
-    """One ZeRO-3 parameter, with a leaf (plain tensor) over this rank's partition. `accept` gets reduced gradients."""
+    """One ZeRO-3 parameter, with a leaf over the memory of this rank's partition. `accept` gets reduced gradients."""
 
     parameter: ZeroParameter
     rank: int
@@ -58,7 +54,7 @@ def add_partition(
     accept: Callable[[Partition, torch.Tensor], None],
     in_int8: bool = False,
 ) -> Partition:
-    """Add `parameter` to `state` and its runtime, with a leaf (plain tensor) over this rank's partition.
+    """Add `parameter` to `state` and its runtime, with a leaf over this rank's partition.
 
     Args:
         owner: the module that reads the parameter, and the name of its attribute.
@@ -107,8 +103,7 @@ def partition_grads(optimizer: Any, parameter: ZeroParameter, grad: torch.Tensor
 def _without_padding(parameter: ZeroParameter, rank: int) -> torch.Tensor:
     """Return the partition of `rank` as a tensor over DeepSpeed's memory, [elements without padding].
 
-    The tensor has a storage of its own, because the runtime identifies a parameter by its storage, and DeepSpeed's
-    partitions of a whole group of parameters share one.
+    Its storage is its own: the runtime identifies parameters by storage, and DeepSpeed's partitions share one.
     """
     partition, numel = parameter.ds_tensor, parameter.ds_numel
     length = min((rank + 1) * partition.ds_numel, numel) - min(rank * partition.ds_numel, numel)

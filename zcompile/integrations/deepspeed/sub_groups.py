@@ -1,8 +1,7 @@
 """One sub-group of a stage-3 optimizer: DeepSpeed's flat fp32 tensor, updated one parameter at a time.
 
-DeepSpeed's optimizer has one flat fp32 tensor for each sub-group of parameters, and needs one flat gradient for it. An
-elementwise optimizer, such as Adam, computes the same if it updates a view of that tensor for each parameter, with the
-parameter's own gradient. So gradients need not be concatenated.
+An elementwise optimizer, such as Adam, computes the same if it updates a view of that tensor for each parameter, with
+the parameter's own gradient. So gradients need not be concatenated.
 """
 
 from collections.abc import Iterator
@@ -39,8 +38,8 @@ class SubGroup:
         """Step with the gradients in `batches`.
 
         Args:
-            inner: the optimizer inside of DeepSpeed's. It holds the views and their states only while it steps, so
-                checkpoints have the flat states, and no view keeps a state that loading or offloading has replaced.
+            inner: the optimizer inside of DeepSpeed's. It holds the views and their states only while it steps: so
+                checkpoints have the flat states, and loading or offloading replaces all states.
             param_group: index in `inner.param_groups` of the group that the sub-group belongs to.
             batches: lists of gradients, in the order of the parameters; `inner` steps once for each list.
         """
@@ -69,8 +68,8 @@ def cast_batches(
 ) -> Iterator[list[torch.Tensor]]:
     """Yield the gradients, cast to `dtype` and divided by `scale`, in order.
 
-    Gradients that need no cast come as one batch. Others come in batches of about `cast_bytes` after the cast. The list
-    `gradients` is emptied, so that each gradient is freed after its cast.
+    A batch ends when it has `cast_bytes` bytes of gradients that were cast. The list `gradients` is emptied, so that
+    each gradient is freed after its cast.
     """
     batch, batch_cast_bytes = [], 0
     gradients.reverse()

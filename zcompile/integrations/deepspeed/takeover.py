@@ -5,20 +5,19 @@ DeepSpeed does both again. An engine whose config has a zcompile block (flag.py)
 `compile()`. It is given back when it is destroyed, or after a failure.
 
 [Note: what is taken over]
-ZeRO-3 keeps a flat partition of every parameter in `param.ds_tensor` and leaves `param.data` empty. Its optimizer
-changes the partitions in place and takes gradients of partitions. This is all that zcompile needs. It gathers from the
-memory of the partitions, and passes reduced gradients to the optimizer. While the engine is taken over, DeepSpeed's
-module hooks (which gather and release) and gradient hooks (which reduce) are removed. Everything else stays
-DeepSpeed's: loss scaling, clipping, accumulation, the order of the step, checkpoints, `GatheredParameters`.
+ZeRO-3 keeps a flat partition of every parameter in `param.ds_tensor` and leaves `param.data` empty. zcompile gathers
+from the partitions' memory, and passes reduced gradients to DeepSpeed's optimizer. Meanwhile, DeepSpeed's module hooks
+(which gather and release) and gradient hooks (which reduce) are removed. Everything else stays DeepSpeed's: loss
+scaling, clipping, accumulation, the order of the step, checkpoints, `GatheredParameters`.
 
 [Note: what may fail]
-A failure must not end a training run that eager ZeRO-3 can continue. If taking over, compiling, or a forward before the
-first gradient fails, zcompile gives the engine back. After the first gradient, a forward gives it back only if the
-compiler raises; other errors are raised, because they are the user's own, or a lack of memory. If a program puts a hook
-on a parameter, the next forward gives the engine back: the hook expects the unsharded gradient before it is reduced.
-An error in a backward is raised, because only the caller can compute the loss again. A step that fails before the
-optimizer has begun gives the engine back, and DeepSpeed does that step. Ranks are expected to fail alike: if only one
-fails, the others wait until the timeout.
+A failure must not end a training run that eager ZeRO-3 can continue. So zcompile gives the engine back
+- if taking over, compiling, or a forward before the first gradient fails;
+- if the compiler raises in a later forward (other errors are raised: they are the user's own, or a lack of memory);
+- at the next forward, if a program puts a hook on a parameter, which expects the unsharded gradient before the reduce;
+- if a step fails before the optimizer has begun. DeepSpeed then does that step.
+An error in a backward is raised, because only the caller can compute the loss again. If only one rank fails, the others
+wait until the timeout.
 """
 
 import contextlib
@@ -58,16 +57,16 @@ REFUSED = "rank {} cannot train its partitions through zcompile"
 
 
 class Takeover:
-    """A ZeRO-3 engine that trains through zcompile, from its first forward or `compile()` until `give_back()`.
+    """Lets a ZeRO-3 engine train through zcompile, from its first forward or `compile()` until `give_back()`.
 
-    An engine is first untouched (`state` is None and `given_back` is empty), then taken over (`state` is set), then
-    given back (`given_back` is the reason). It is never taken over again.
+    Before, `state` is None and `given_back` is empty. `state` is set while the engine is taken over. Afterwards,
+    `given_back` is the reason, and the engine is never taken over again.
     """
 
     REPLACED = ("compile", "forward", "step", "destroy")  # methods of the engine that this class replaces
 
     def __init__(self, engine: Any, options: Mapping[str, Any]):
-        """`engine` is a DeepSpeedEngine with ZeRO-3; `options` is a result of `config.options_of`."""
+        """`engine` is a DeepSpeedEngine with ZeRO-3. `options` is a result of `config.options_of`."""
         self.engine = engine
         self.original = type(engine)  # has DeepSpeed's own methods
         self.options = {name: value for name, value in options.items() if name != "artifact"}
@@ -89,7 +88,7 @@ class Takeover:
     def compile(
         self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        """Replaces `DeepSpeedEngine.compile`. The backend is always zcompile; `backend` is ignored."""
+        """Replaces `DeepSpeedEngine.compile`. Ignores `backend`: the backend is zcompile's."""
         if self.state is not None or self.given_back:
             return
         try:
@@ -116,26 +115,26 @@ class Takeover:
         return self.original.forward(self.engine, *inputs, **kwargs)
 
     def compiled_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a forward of the engine that gathers the current values of its partitions."""
+        """Run a forward of the engine with the current values of its partitions."""
         assert self.state is not None
         self.hooks.remove_of_modules()
         for partition in self.partitions.values():
             if partition.moved():
                 partition.state.follow_storage(partition)
         self.cache_across_microbatches(self.state)
-        # DeepSpeed edits partitions without incrementing version counters, but not between this line and the gathers.
+        # Between forwards, DeepSpeed edits partitions without incrementing version counters: copy shards anew.
         for model in models_of(self.state):
             model.runtime.refresh()
         with self.hooks.around_forward(inputs, kwargs) as (inputs, kwargs):
             return self.original.forward(self.engine, *inputs, **kwargs)
 
     def cache_across_microbatches(self, state: ShardedModel) -> None:
-        """Keep up to `microbatch_cache_bytes` bytes of parameters unsharded until the step's last microbatch."""
+        """With several microbatches a step, keep up to `microbatch_cache_bytes` unsharded bytes until the last one."""
         engine, microbatch_cache_bytes = self.engine, self.options.get("microbatch_cache_bytes")
         if not microbatch_cache_bytes or engine.gradient_accumulation_steps() == 1:
             return
         first = engine.micro_steps % engine.gradient_accumulation_steps() == 0
-        # A program that marks the last microbatch itself, like accelerate, may call `step` only after that one.
+        # `step` counts `micro_steps`. A program that marks the last microbatch itself may call it only after that one.
         marks_last = getattr(engine, "_is_gradient_accumulation_boundary", None) is not None
         if first and state.microbatches.accumulates and not marks_last:
             end_accumulating(state)
@@ -143,7 +142,7 @@ class Takeover:
             begin_accumulating(state, microbatch_cache_bytes)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Replaces `DeepSpeedEngine.step`. If the optimizer steps, frees parameters kept unsharded across microbatches.
+        """Replaces `DeepSpeedEngine.step`. If the optimizer steps, empties the microbatch cache.
 
         Raises:
             RuntimeError: ranks started different gathers and reduces, so the step would use wrong gradients.
@@ -174,7 +173,7 @@ class Takeover:
     def take_over(self) -> None:
         """Gather and reduce for the engine from now on, in place of DeepSpeed. A collective call."""
         optimizer, reason = self.engine.optimizer, unsupported(self.engine)
-        if getattr(optimizer, "dp_process_group", None) is None:  # an optimizer of another class, on all ranks
+        if getattr(optimizer, "dp_process_group", None) is None:  # another class; all ranks raise
             raise RuntimeError(reason)
         mesh = DeviceMesh.from_group(optimizer.dp_process_group, self.engine.device.type)
         with raised_on_all_ranks(mesh, REFUSED):
@@ -185,7 +184,7 @@ class Takeover:
         self.state = state = ShardedModel(mesh, machine_of(mesh))
         self.shard_engine(state)
         if LeanStep.is_possible(optimizer):
-            # If gradients of several microbatches are added up, squares of each do not give those of the sum.
+            # The squares of each microbatch's gradient do not give the squares of the sum over microbatches.
             accumulates = self.engine.gradient_accumulation_steps() > 1
             squares = None if accumulates else ReducedSquares(models_of(state), self.partitions)
             self.lean_step = LeanStep(optimizer, self.fail, squares)
@@ -204,7 +203,7 @@ class Takeover:
             log.warning("zcompile: in the DeepSpeed config, %s", ignored)
 
     def shard_engine(self, state: ShardedModel) -> None:
-        """Add the engine's partitions to `state`, and make leaf modules units (gathered whole). A collective call."""
+        """Add the engine's partitions to `state`, and make leaf modules units. A collective call."""
         model, mesh = self.engine.module, state.mesh
         leaves = leaf_modules(model) if mesh.size() > 1 else {}
         if leaves:
@@ -232,16 +231,13 @@ class Takeover:
             return
         ranks_of = torch.distributed.get_process_group_ranks
         if ranks_of(parameter.ds_process_group) != ranks_of(self.engine.optimizer.dp_process_group):
-            raise RuntimeError(f"parameter '{name}' is partitioned over ranks of its own, such as expert parallelism's")
+            raise RuntimeError(f"parameter '{name}' is partitioned over ranks of its own, as under expert parallelism")
         self.partitions[parameter.ds_id] = add_partition(
             state, name, parameter, (module, attribute), self.accept, self.in_int8
         )
 
     def compile_modules(self, compile_kwargs: Mapping[str, Any]) -> None:
-        """Compile the modules that the program compiled with another backend; if there are none, the whole model.
-
-        `compile_kwargs` are arguments of `torch.compile`; its "backend" and "options" are ignored.
-        """
+        """Compile the modules that the program compiled with another backend; if there are none, the whole model."""
         compile_kwargs = {name: value for name, value in compile_kwargs.items() if name not in ("backend", "options")}
         if compile_kwargs.get("mode") in (None, "default"):
             compile_kwargs.pop("mode", None)
@@ -256,7 +252,7 @@ class Takeover:
         else:
             if self.artifact is not None:
                 log.warning(
-                    "zcompile: artifact %s is not used: it holds a whole module, and this program compiles %d regions.",
+                    "zcompile: artifact %s is not used: it holds a whole model, and this program compiles %d modules.",
                     *(self.artifact, len(regions)),
                 )
             # One backend object for all regions, because Dynamo recompiles for a different one.
@@ -289,7 +285,7 @@ class Takeover:
             partition.let_reduce_add_to(self.lean_step.gradients[parameter.ds_id])
 
     def give_back(self, reason: str, restore: bool = True) -> None:
-        """Let DeepSpeed gather and reduce again. `restore` its hooks and buffers, unless the engine is destroyed."""
+        """Let DeepSpeed gather and reduce again. `restore`: also restore its hooks and buffers."""
         if self.given_back:
             return
         self.given_back = reason
@@ -313,9 +309,7 @@ class Takeover:
 
 @contextlib.contextmanager
 def _without_deepspeeds_attributes(model: nn.Module) -> Iterator[None]:
-    """Context manager that hides the methods and local classes that DeepSpeed stored on modules for its hooks.
-
-    torch pickles guards on modules for an artifact (file of compiled code), but not these. No forward reads them."""
+    """Context manager that hides DeepSpeed's methods and local classes on modules: torch cannot pickle them."""
     taken: list[tuple[nn.Module, str, Any]] = []
     for module in model.modules():
         for name, value in list(module.__dict__.items()):
@@ -338,15 +332,12 @@ def unsupported(engine: Any) -> str:
     if getattr(optimizer, "use_muon", False):
         return "the optimizer is Muon, whose update needs whole gradients, and zcompile has partitions of them only"
     if name := hooked_parameter(engine):
-        return f"parameter '{name}' has hooks, which expect its whole gradient before the reduce. Remove them"
+        return f"parameter '{name}' has hooks, which expect its unsharded gradient before the reduce. Remove them"
     return unsupported_leaf_module(engine.module)
 
 
 def _let_timer_synchronize(engine: Any, synchronize: bool) -> None:
-    """Set whether DeepSpeed's throughput timer synchronises with the device, twice a step, unless the config sets it.
-
-    Each step waits for the norm of the gradients anyway, so the timer need not synchronise to be right.
-    """
+    """Set whether DeepSpeed's timer synchronises with the device. It need not: a step waits for the gradient norm."""
     timer, config = engine.tput_timer, engine._config
     if "synchronized" not in config._param_dict.get("timers", {}).get("throughput", {}):
         timer.config = timer.config.model_copy(update={"synchronized": synchronize})

@@ -1,12 +1,12 @@
-"""Classes in place of those of accelerate, transformers and TRL with the same names, for models that zcompile shards.
+"""Classes that shard with zcompile, named like the classes of accelerate, transformers and TRL that they replace.
 
 A class, and the library that it needs, is imported at the first use of the class.
 
 [Note: accelerate's FSDP2 mode]
-accelerate has no interface for other ways to shard. But its code for FSDP2 works for every model of DTensors:
-checkpoints by `torch.distributed.checkpoint`, a whole state dict on rank 0. So zcompile's `Accelerator` reports FSDP2
-as its mode, and overrides the methods that would call methods of FSDP2's modules: `prepare` and `no_sync`. Trainer
-reads the mode from the accelerator. accelerate has this mode on GPUs only, zcompile's `Accelerator` also on CPUs.
+accelerate has no interface for other ways to shard, but its code for FSDP2 can save, load and unshard any model of
+DTensors. So zcompile's `Accelerator` reports FSDP2 as its mode, from which Trainer reads it, and overrides the methods
+that would call methods of FSDP2's modules: `prepare` and `no_sync`. accelerate has this mode on GPUs only, zcompile's
+`Accelerator` also on CPUs.
 
 docs/private-apis.md lists the private names of the three libraries that are used here.
 """

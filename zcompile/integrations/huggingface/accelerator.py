@@ -32,20 +32,20 @@ class Accelerator(accelerate.Accelerator):
     """`accelerate.Accelerator` whose `prepare` shards models over all ranks with `zcompile.shard`.
 
     Takes accelerate's arguments, and also `dynamo_backend="zcompile"`, or a `CompilePlugin` with options of that
-    backend. A model that the program has sharded by `zcompile.shard` before stays as it is.
-    `save_state` writes one shard per rank, which any number of ranks can load.
+    backend. A model that the program has sharded by `zcompile.shard` before stays as it is. `save_state` writes one
+    shard per rank, which any number of ranks can load.
 
-    `fsdp_plugin` for FSDP2 gives `mixed_precision_policy` to `zcompile.shard`; with `mixed_precision="bf16"` and no
-    policy, all its dtypes are bfloat16, as accelerate sets it for FSDP2. With `cpu_offload`, AdamW with `fused=True`
-    keeps its states in host memory: `fuse_optimizer(offload="states")`, without a `param_dtype` offload="moments".
+    `zcompile.shard` gets the dtypes in `mixed_precision_policy` of an `fsdp_plugin` for FSDP2. If the plugin has no
+    policy, and `mixed_precision` is "bf16", all are bfloat16. With `cpu_offload`, AdamW with `fused=True` keeps its
+    states in host memory, by `fuse_optimizer(offload="states")`, or "moments" if there is no `param_dtype`.
 
     Raises:
-        ValueError: `fsdp_plugin` is for FSDP1 or has a setting that zcompile does not; or arguments ask for FSDP in the
+        ValueError: `fsdp_plugin` is for FSDP1 or has a setting that zcompile lacks; or arguments ask for FSDP in the
             environment, DeepSpeed, Megatron-LM, `parallelism_config`, fp16, fp8 or another compile backend.
     """
 
     _shard_options: Mapping[str, Any] = {}
-    _offload: str | None = None  # of fuse_optimizer
+    _offload: str | None = None  # the argument of `fuse_optimizer`
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Accelerator(accelerate.Accelerator):
     def adopt(
         accelerator: accelerate.Accelerator, plugin: CompilePlugin, fsdp_plugin: FullyShardedDataParallelPlugin | None
     ) -> "Accelerator":
-        """Turn accelerate's `accelerator`, which has prepared nothing yet, into one of this class, and return it."""
+        """Turn `accelerator`, which must have prepared nothing yet, into an object of this class, and return it."""
         accelerator.__class__ = Accelerator
         adopted = cast(Accelerator, accelerator)
         adopted.state.dynamo_plugin = plugin
@@ -86,20 +86,20 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """FSDP, so that accelerate runs its code for FSDP2, unless DeepSpeed or Megatron-LM is set; see __init__.py."""
+        """FSDP, so that accelerate runs its code for FSDP2; but DeepSpeed or Megatron-LM if the program asks for it."""
         kind = self.state.distributed_type
         return kind if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) else DistributedType.FSDP
 
     @property
     def is_fsdp2(self) -> bool:
-        """Always True; see [Note: accelerate's FSDP2 mode]."""
+        """Always True; see [Note: accelerate's FSDP2 mode] in __init__.py."""
         return True
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Shard and compile models, and prepare the other arguments as accelerate does.
 
-        If an optimizer holds parameters of a model that this call shards, they are replaced by the sharded ones, as
-        with FSDP2. So pass an optimizer in the same call as its model, or build it afterwards.
+        An optimizer gets the sharded parameters in place of those that it holds, if this call shards their model. So
+        pass an optimizer in the same call as its model, or build it afterwards.
 
         Raises:
             ValueError: an optimizer has taken steps already, or holds no parameter of the models.
@@ -126,10 +126,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard `model` unless it is sharded; accelerate then applies mixed precision and `torch.compile`.
-
-        With `evaluation_mode`, this does not shard the model: it stays as it is, whole on each rank or sharded.
-        """
+        """Shard `model`, if not in `evaluation_mode`. accelerate then applies mixed precision and `torch.compile`."""
         if not evaluation_mode:
             self.shard_once(model)
         place = False if is_sharded(model) else device_placement
@@ -156,7 +153,7 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def _offload_states(self) -> None:
-        """Let the optimizers that were prepared keep states of the models in host memory, if `fsdp_plugin` says so."""
+        """If `fsdp_plugin` has `cpu_offload`, let prepared optimizers keep their states in host memory."""
         if self._offload is None:
             return
         for model in (getattr(each, "_orig_mod", each) for each in self._models):
@@ -170,7 +167,7 @@ class Accelerator(accelerate.Accelerator):
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Context manager around each microbatch but the last: keeps parameters unsharded until the last one ends.
 
-        Called by `accumulate`. Each microbatch reduces gradients, so that a rank holds only its shards of gradients.
+        accelerate's `accumulate` calls it. Each microbatch reduces gradients, so a rank holds only shards of these.
         """
         if is_sharded(model):
             state = state_of(model)
@@ -186,7 +183,7 @@ class Accelerator(accelerate.Accelerator):
         super().backward(loss, **kwargs)
         if self.sync_gradients:
             self._end_caching()
-            if self._step_hook is not None:  # removed here, because a hook cannot remove itself while it runs
+            if self._step_hook is not None:  # not removed by the hook, which cannot remove itself while it runs
                 self._step_hook.remove()
                 self._step_hook = None
 
@@ -197,16 +194,16 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Clip by `zcompile.clip_grad_norm_`: one norm over all ranks, also with parameters over several meshes."""
+        """Clip gradients by `zcompile.clip_grad_norm_`, by one norm over all ranks and meshes."""
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Run accelerate's `free_memory`, and free the unsharded parameters that `no_sync` kept."""
+        """Free the unsharded parameters that `no_sync` kept, and run accelerate's `free_memory`."""
         self._end_caching()
         return super().free_memory(*objects)
 
     def shard_once(self, model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
-        """Shard `model` if it is not sharded yet, as `fsdp_plugin` says; `optimizers` get the new parameters.
+        """Shard `model` if it is not sharded yet, with the dtypes of `fsdp_plugin`. `optimizers` get its parameters.
 
         Raises:
             ValueError: an optimizer has taken steps with a parameter of `model`.
@@ -219,9 +216,9 @@ class Accelerator(accelerate.Accelerator):
         foreign = next((name for name, each in inner.named_parameters() if isinstance(each, DTensor)), None)
         if foreign is not None:
             raise RuntimeError(
-                f"zcompile: parameter '{foreign}' is a DTensor already (rank {dist.get_rank()}), so other code "
-                "has sharded the model. Pass the model unsharded, or call zcompile.shard(model, mesh) before prepare, "
-                "with the mesh dimensions that the DTensor does not use."
+                f"zcompile: parameter '{foreign}' is a DTensor already (rank {dist.get_rank()}), so other code has "
+                "sharded the model. Pass the model unsharded, or call zcompile.shard(model, mesh) before prepare, with "
+                "the dimensions that the DTensor's mesh does not have."
             )
         places = _places_in(optimizers, names)
         held = {name: params[i] for params, i, name in places}
@@ -236,7 +233,7 @@ class Accelerator(accelerate.Accelerator):
 
 
 def _places_in(optimizers: Iterable[Optimizer], names: dict[int, str]) -> list[tuple[list[torch.Tensor], int, str]]:
-    """Return (list, index in it, name) of each parameter in `names` (id -> name) that a list of an optimizer holds."""
+    """Return each place of a parameter in `names` (id -> name) in optimizers: (list, index in the list, name)."""
     places = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -246,8 +243,8 @@ def _places_in(optimizers: Iterable[Optimizer], names: dict[int, str]) -> list[t
                     continue
                 if optimizer.state.get(parameter):
                     raise ValueError(
-                        f"zcompile: {type(optimizer).__name__} has a state of parameter '{name}' already, "
-                        "which is about to be sharded. Prepare model and optimizer before the first step, and load "
+                        f"zcompile: {type(optimizer).__name__} has a state of parameter '{name}' already, but the "
+                        "parameter is not sharded yet. Prepare model and optimizer before the first step, and load "
                         "states by Accelerator.load_state afterwards."
                     )
                 places.append((group["params"], i, name))

@@ -13,7 +13,7 @@ BACKEND = "zcompile"
 class ShardedPlugin(FullyShardedDataParallelPlugin):
     """accelerate's FSDP2 plugin. Only `state_dict_type` has an effect: the format in which `save_state` writes models.
 
-    Other fields have fixed values, so that accelerate reads none from the environment. zcompile shards, and not FSDP2.
+    Other fields have fixed values, so that accelerate reads none from the environment.
     """
 
     def __init__(self, state_dict_type: str = "SHARDED_STATE_DICT") -> None:
@@ -29,12 +29,10 @@ class ShardedPlugin(FullyShardedDataParallelPlugin):
 
 
 def settings_of(plugin: FullyShardedDataParallelPlugin, mixed_precision: str) -> tuple[dict[str, Any], str | None]:
-    """Translate accelerate's FSDP2 plugin to the options of `zcompile.shard` and `offload` of `fuse_optimizer`.
-
-    Settings of wrapping and prefetching have no effect: zcompile plans gathers itself.
+    """Return the options of `zcompile.shard`, and `offload` of `fuse_optimizer`, that accelerate's FSDP2 plugin sets.
 
     Raises:
-        ValueError: the plugin is for FSDP1, or sets a field that zcompile does not have.
+        ValueError: the plugin is for FSDP1, or sets a field that zcompile lacks.
     """
     refused = {
         "fsdp_version=1": plugin.fsdp_version != 2,
@@ -46,10 +44,10 @@ def settings_of(plugin: FullyShardedDataParallelPlugin, mixed_precision: str) ->
     if names := [name for name, is_set in refused.items() if is_set]:
         raise ValueError(
             f"zcompile: Accelerator does not support {', '.join(names)} of fsdp_plugin. Leave it out. For activation "
-            "checkpointing, call model.gradient_checkpointing_enable(). For other options, call zcompile.shard first."
+            "checkpointing, call model.gradient_checkpointing_enable(). For other options, call zcompile.shard before."
         )
     if mixed_precision != "no":
-        plugin.set_mixed_precision(mixed_precision)  # as accelerate does on GPUs: sets a policy if there is none
+        plugin.set_mixed_precision(mixed_precision)  # sets a policy if there is none, as accelerate does on GPUs
     policy = plugin.mixed_precision_policy
     dtypes = "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"
     options = {name: getattr(policy, name) for name in dtypes} if policy is not None else {}
@@ -87,7 +85,7 @@ class CompilePlugin(TorchDynamoPlugin):
                 f"{BACKEND!r}, or not at all ('no'): pass torch_compile_backend='{BACKEND}' to TrainingArguments, or "
                 f"dynamo_backend='{BACKEND}' to Accelerator."
             )
-        # accelerate only checks whether the backend is NO.
+        # accelerate only checks whether the backend is NO, and does not know "zcompile".
         name = "NO" if wanted == "no" else "INDUCTOR"
         super().__init__(
             backend=DynamoBackend(name),
@@ -98,9 +96,9 @@ class CompilePlugin(TorchDynamoPlugin):
             use_regional_compilation=False,
         )
         chosen = mode or os.environ.get("ACCELERATE_DYNAMO_MODE", "default")
-        self.mode: str | None = None if chosen == "default" else chosen  # torch takes either a mode or options
+        self.mode: str | None = None if chosen == "default" else chosen  # torch refuses a mode beside options
         if self.mode is not None and options:
-            raise ValueError("zcompile: pass either a mode or options to CompilePlugin.")
+            raise ValueError("zcompile: CompilePlugin has both a mode and options. Leave one of them out.")
 
     def to_kwargs(self) -> dict[str, Any]:
         kwargs = {"fullgraph": self.fullgraph, "dynamic": self.dynamic, "mode": self.mode, "options": self.options}
@@ -110,7 +108,7 @@ class CompilePlugin(TorchDynamoPlugin):
 def compile_plugin_of(plugin: TorchDynamoPlugin | None, backend: str | None) -> CompilePlugin:
     """Make the `CompilePlugin` of the two arguments of `accelerate.Accelerator`."""
     if plugin is not None and backend is not None:
-        raise ValueError("zcompile: pass either dynamo_plugin or dynamo_backend.")
+        raise ValueError("zcompile: Accelerator has both dynamo_plugin and dynamo_backend. Leave one of them out.")
     if isinstance(plugin, CompilePlugin):
         return plugin
     if plugin is not None:

@@ -16,7 +16,7 @@ from transformers.distributed.utils import TransformersDeviceMesh, initialize_di
 from zcompile.sharding.shard import shard
 from zcompile.state.placement import Placement
 
-# Style of a parameter of which each rank computes only a part of the gradient, from its own attention heads.
+# The style of replicated parameters of which each rank of "tp" computes a part of the gradient, from its own heads.
 PARTIAL = "replicated_with_grad_allreduce"
 
 
@@ -25,8 +25,8 @@ def distribute(model: PreTrainedModel, distributed_config: DistributedConfig, **
 
     This is `from_pretrained(..., distributed_config=...)` with zcompile in place of FSDP2: dense layers are sharded
     over "fsdp", experts over "efsdp", and gradients are means over the `dp_replicate_size * fsdp_size` batches. Ranks
-    of one "tp" group train on the same batch. Each rank keeps its slice of its initial values, as in `zcompile.shard`.
-    The model may be on the meta device.
+    of one "tp" group must train on the same batch. The model may be on the meta device; otherwise, each rank keeps its
+    slice of its own initial values, as in `zcompile.shard`.
 
     Args:
         model: a model of transformers, on one device.
@@ -37,7 +37,7 @@ def distribute(model: PreTrainedModel, distributed_config: DistributedConfig, **
         `model`. Its meshes are `model._mesh_manager.get_mesh(names)`, with transformers' names.
 
     Raises:
-        ValueError: `distributed_config` has pipeline parallelism, a setting of FSDP2 alone, or a size without a plan.
+        ValueError: `distributed_config` has pipeline parallelism, a setting only for FSDP2, or a size without a plan.
         RuntimeError: the sizes do not fit the number of ranks.
     """
     _check(distributed_config, options)
@@ -74,7 +74,7 @@ def _check(config: DistributedConfig, options: dict[str, Any]) -> None:
 
 def _plans(model: PreTrainedModel, config: DistributedConfig) -> tuple[dict[str, str], dict[str, str]]:
     """Return the plans of tensor and expert parallelism: name of a parameter or module -> style."""
-    without_data = copy.copy(config)  # without this, a model would need a plan for FSDP2
+    without_data = copy.copy(config)  # with `fsdp_size` > 1, transformers would ask for a plan of FSDP2
     without_data.fsdp_size = without_data.dp_replicate_size = 1
     tp_plan, ep_plan, _ = model._resolve_parallel_plans(without_data)
     return tp_plan, ep_plan
@@ -104,7 +104,7 @@ def _placements(
     partial: set[str],
     local: set[str],
 ) -> Any:
-    """Return the `shard_placement_fn`. It shards parameters in `partial` over "tp", too: reduces then sum over "tp"."""
+    """Return the `shard_placement_fn`. It shards parameters in `partial` also over "tp", so reduces sum over "tp"."""
     every = meshes.get_mesh(("fsdp", "tp"))._flatten("fsdp_tp") if partial else None
     if every is not None and config.dp_replicate_size != 1:
         every = meshes.get_mesh(("dp_replicate", "fsdp_tp"))

@@ -20,24 +20,23 @@ else:
 class TrainerMixin(_Base):
     """Lets a subclass of `transformers.Trainer` shard its model with zcompile: `class Mine(TrainerMixin, Theirs)`.
 
-    The model is sharded when training or evaluation begins. A model that the program has sharded by `zcompile.shard`
-    before stays as it is. `TrainingArguments(torch_compile=True, torch_compile_backend="zcompile")` compiles it.
-    With `fsdp`, `fsdp_config` acts as accelerate's `fsdp_plugin` in `Accelerator`: `cpu_offload` keeps the states of
-    AdamW with `optim="adamw_torch_fused"` in host memory.
-    Checkpoints hold one shard per rank, which any number of ranks can load, and the unsharded model in Hugging Face's
-    format, which rank 0 writes.
+    The model is sharded when training or evaluation begins, unless the program has sharded it by `zcompile.shard`.
+    `TrainingArguments(torch_compile=True, torch_compile_backend="zcompile")` compiles it. With `fsdp`, zcompile's
+    `Accelerator` gets `fsdp_config` as its `fsdp_plugin`: `cpu_offload` keeps the states of AdamW with
+    `optim="adamw_torch_fused"` in host memory. Checkpoints hold one shard per rank, which any number of ranks can load,
+    and the unsharded model in Hugging Face's format, which rank 0 writes.
 
     Raises:
-        ValueError: `fsdp_config` is for FSDP1 or XLA, or has a setting that zcompile does not have; or arguments ask
-            for DeepSpeed, fp16, another compile backend, `auto_find_batch_size`, or `save_only_model` with
+        ValueError: `fsdp_config` is for FSDP1 or XLA, or has a setting that zcompile lacks; or arguments ask for
+            DeepSpeed, fp16, another compile backend, `auto_find_batch_size`, or `save_only_model` with
             `load_best_model_at_end`.
     """
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Run Trainer's method, then replace its accelerator by one that shards."""
+        """Run Trainer's method, then make its accelerator one that shards."""
         args = self.args
         _refuse_arguments(args)
-        settings, args.fsdp_plugin_args = args.fsdp_plugin_args, None  # else accelerate prepares for FSDP, on GPUs
+        settings, args.fsdp_plugin_args = args.fsdp_plugin_args, None  # else accelerate would use FSDP, on GPUs
         fsdp_plugin = None if settings is None else FullyShardedDataParallelPlugin(**settings)
         plugin = CompilePlugin(args.torch_compile_backend or "no", args.torch_compile_mode)
         backend, args.torch_compile_backend = args.torch_compile_backend, "no"  # accelerate does not know "zcompile"
@@ -49,7 +48,7 @@ class TrainerMixin(_Base):
         self.is_fsdp_enabled = True
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Run Trainer's `train`, after a check of the checkpoint.
+        """Check the checkpoint, then run Trainer's `train`.
 
         Raises:
             ValueError: neither a trainer of zcompile nor FSDP2 wrote the checkpoint.
@@ -59,7 +58,7 @@ class TrainerMixin(_Base):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Run Trainer's method, after sharding a model that is not sharded yet."""
+        """Shard the model if it is not sharded yet, then run Trainer's method."""
         self.accelerator.shard_once(cast(nn.Module, self.model))
         return super().evaluation_loop(*args, **kwargs)
 
@@ -79,7 +78,7 @@ class Trainer(TrainerMixin, transformers.Trainer):
 
 
 def _refuse_arguments(args: transformers.TrainingArguments) -> None:
-    """Raise ValueError for arguments that a sharded model does not support."""
+    """Raise ValueError for arguments that zcompile does not support."""
     of_fsdp = cast(dict[str, Any], args.fsdp_config or {})
     refused = {
         "fsdp_config={'xla': True}": bool(of_fsdp.get("xla")),
@@ -111,6 +110,6 @@ def _check_checkpoint(checkpoint: str | bool, output_dir: str | None) -> None:
     written = ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin")
     if not any(os.path.exists(os.path.join(folder, name)) for name in written):
         raise ValueError(
-            f"zcompile: checkpoint {folder} has no pytorch_model_fsdp_0: a trainer with neither zcompile nor FSDP2 "
-            "wrote it, or one with save_only_model. To begin from its weights, load the model with from_pretrained."
+            f"zcompile: checkpoint {folder} has no pytorch_model_fsdp_0: a trainer without zcompile and FSDP2 wrote "
+            "it, or one with save_only_model. To begin from its weights, load the model with from_pretrained."
         )
