@@ -34,8 +34,7 @@ def test_autocast_gathers_two_bytes_per_element_and_use(rank, world):
     model = ref.train_beside(rank, world, loss=ref.autocast_loss, tolerance=ref.BF16)
     gathered_bytes = zcompile.stats(model)["gathered_bytes"]
     # Linear weights and biases are read in bf16: once in forward and, weights alone, once in backward. Autocast runs
-    # norms, the embedding and the scalars in fp32. The tied embedding is read in both dtypes, so forward gathers it in
-    # fp32.
+    # norms, the embedding and the scalars in fp32. The tied embedding is read in both dtypes, so gathered in fp32.
     linears = [module for block in model.blocks for module in block.modules() if isinstance(module, nn.Linear)]
     narrow = sum(2 * linear.weight.numel() * 2 + 2 * linear.bias.numel() for linear in linears)
     narrow += 2 * model.embed.weight.numel()

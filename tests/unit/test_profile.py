@@ -318,6 +318,7 @@ ON_GPU = [
     event("ncclDevKernel_AllGather", "kernel", 300, 600, 2),
     event("ncclDevKernel_AllReduce", "kernel", 550, 570),  # a norm, on the stream of compute
     event("Memcpy PtoP (Device -> Device)", "gpu_memcpy", 550, 650, 3),
+    event("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", 560, 620, 4),
     event("void zcompile::cuda::cast_kernel<float, __nv_bfloat16>", "kernel", 600, 640, 3),
     event("void zcompile::cuda::adam_kernel<__nv_bfloat16>", "kernel", 700, 900),  # a step that writes copies
     event("adam", "kernel", 999.5, 1000),
@@ -352,12 +353,12 @@ def test_parts_of_a_step(events):
     assert (parts.step_ms, parts.compute_ms, parts.communication_ms) == pytest.approx((1.0, 0.5, 0.35), abs=2e-3)
     assert (parts.exposed_ms, parts.idle_ms) == pytest.approx((0.25, 0.25), abs=2e-3)
     assert parts.timeline["communication"] == [pytest.approx((0.3, 0.65))]
+    assert parts.timeline["host link"] == ([pytest.approx((0.56, 0.62))] if events is ON_GPU else [])
     assert parts_of_step({"traceEvents": events}, 2).exposed_ms == parts.exposed_ms / 2
     faster = parts.at_speed(0.8)
     assert (faster.traced_ms, faster.step_ms, faster.idle_ms) == pytest.approx((1.0, 0.8, 0.05), abs=2e-3)
-    waiting = parts.at_speed(0.6)  # for another rank's host, which the trace slowed too
-    found = waiting.step_ms, waiting.compute_ms, waiting.exposed_ms, waiting.idle_ms
-    assert found == pytest.approx((0.6, 0.5, 0.1, 0.0), abs=2e-3)
+    slow = parts.at_speed(0.6)  # waits for another rank's host, which the trace slowed too
+    assert (slow.step_ms, slow.compute_ms, slow.exposed_ms, slow.idle_ms) == pytest.approx((0.6, 0.5, 0.1, 0), abs=2e-3)
     assert parts.at_speed(0.4).step_ms == parts.compute_ms  # what the device computed is not denied
 
 

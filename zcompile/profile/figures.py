@@ -7,7 +7,10 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-COMPUTE, EXPOSED, IDLE, NEUTRAL = "#2f6db5", "#d95f02", "#bbbbbb", "#5b8c5a"
+from zcompile.profile.timeline import length
+
+COMPUTE, EXPOSED, IDLE, NEUTRAL, LINK = "#2f6db5", "#d95f02", "#bbbbbb", "#5b8c5a", "#7b3f99"
+LEAST = 0.005  # of a step; the timeline leaves out a row whose bars are shorter, such as copies of batches
 
 Results = Mapping[str, Any]
 
@@ -62,20 +65,24 @@ def draw_memory(results: Results) -> Figure:
 
 
 def draw_timeline(results: Results) -> Figure | None:
-    """Draw one traced step of each engine on one time axis: compute above communication."""
+    """Draw one traced step of each engine on one time axis: compute, communication, and copies to and from the host."""
     engines = {name: engine["parts"] for name, engine in finished(results).items() if engine["parts"]}
     if not engines:
         return None
     figure, axes = _plot(0.9 + 0.5 * len(engines))
     names = sorted(engines, key=lambda name: -engines[name]["step_ms"])
+    rows = {"host link": LINK, "communication": EXPOSED, "compute": COMPUTE}  # from below
+    share = lambda what, parts: length(parts["timeline"].get(what, [])) / parts["step_ms"]
+    rows = {what: color for what, color in rows.items() if any(share(what, each) > LEAST for each in engines.values())}
+    height = 0.8 / max(len(rows), 1)
     for i, name in enumerate(names):
-        for row, (what, color) in enumerate((("communication", EXPOSED), ("compute", COMPUTE))):
-            bars = [(begin, end - begin) for begin, end in engines[name]["timeline"][what]]
-            axes.broken_barh(bars, (i + 0.4 * row - 0.4, 0.38), color=color, label=None if i else what)
+        for row, (what, color) in enumerate(rows.items()):
+            bars = [(begin, end - begin) for begin, end in engines[name]["timeline"].get(what, ())]
+            axes.broken_barh(bars, (i + height * row - 0.4, height - 0.02), color=color, label=None if i else what)
     axes.set_yticks(range(len(names)), names)
     axes.set_xlim(left=0)
     axes.set_xlabel("ms since the step began")
-    _legend_above(axes, columns=2)
+    _legend_above(axes, columns=3)
     return figure
 
 
@@ -111,7 +118,7 @@ def _legend_above(axes: Axes, columns: int) -> None:
 # The caption of each picture, and the function that draws it.
 PICTURES: dict[str, tuple[str, Callable[[Results], Figure | None]]] = {
     "step_time": ("Where a step goes, on rank 0. The black marks are steps timed without a profiler.", draw_step_time),
-    "timeline": ("About one traced step of each engine, rank 0: compute, and below it communication.", draw_timeline),
+    "timeline": ("One traced step of each engine, rank 0. Host link: copies to and from host memory.", draw_timeline),
     "memory": ("Peak memory of rank 0 during the timed steps.", draw_memory),
     "losses": ("Losses, means over ranks. 'limit' is left out, because it does not train.", draw_losses),
     "steps": ("Every timed step, of the slowest rank.", draw_every_step),

@@ -58,7 +58,7 @@ def rows(results: Results) -> tuple[list[str], list[list[str]]]:
     on_gpu = results["workload"]["device"] == "cuda"
     peak = "peak GiB" if on_gpu else "peak GiB (resident)"
     head = ["engine", "step ms", "x limit", "tokens/s", peak, "wire GiB", "first step s", "exposed", "idle"]
-    head += ["MFU", "host ms"] if on_gpu else []
+    head += ["MFU", "host ms", "pinned GiB"] if on_gpu else []
     engines = sorted(finished(results).items(), key=lambda item: item[1]["step_ms"]["median"])
     return head, [_row(name, engine, on_gpu) for name, engine in engines]
 
@@ -79,6 +79,7 @@ def _row(name: str, engine: Mapping[str, Any], on_gpu: bool) -> list[str]:
     ]
     if on_gpu:
         row += [f"{engine['mfu']:.0%}" if engine["mfu"] else "", f"{engine['host_ms']:.1f}"]
+        row.append(f"{engine.get('pinned_bytes', 0) / 2**30:.2f}")
     return row
 
 

@@ -31,7 +31,7 @@ class Parts:
     communication_ms: float
     exposed_ms: float
     idle_ms: float
-    # Intervals of "compute" and "communication" in about the last traced step, ms since it began.
+    # Intervals of "compute", "communication" and "host link" in about the last traced step, ms since it began.
     timeline: dict[str, list[Interval]]
 
     def at_speed(self, timed_ms: float) -> "Parts":
@@ -50,8 +50,8 @@ def parts_of_step(trace: dict[str, Any], count: int) -> Parts:
 
     On a GPU, the steps last from the first GPU event in the trace to the last. Compute is all events on the busiest
     stream except NCCL's and zcompile's kernels. Communication is these kernels, and all events on other streams: copies
-    between devices, packing, casts and sums. In a CUDA graph, the driver chooses the streams. So compute in a graph is
-    all kernels except NCCL's, zcompile's, and the driver's copy kernels.
+    between devices or with the host, packing, casts and sums. In a CUDA graph, the driver chooses the streams. So
+    compute in a graph is all kernels except NCCL's, zcompile's, and the driver's copy kernels.
 
     On a CPU, communication is gloo's collectives on its threads, and waits within collective ops. Gloo's send and recv
     events are left out, because they last until the wait. Compute is aten's ops and compiled graphs without the waits.
@@ -71,6 +71,7 @@ def parts_of_step(trace: dict[str, Any], count: int) -> Parts:
             is_compute = in_compute and not (is_nccl(event) or is_ours(event))
             (compute if is_compute else wire).append(interval(event))
         steps = [interval(event) for event in device]
+        link = [interval(event) for event in device if "HtoD" in event["name"] or "DtoH" in event["name"]]
     else:
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
         ops = [event for event in events if event.get("cat") == "cpu_op"]
@@ -78,7 +79,7 @@ def parts_of_step(trace: dict[str, Any], count: int) -> Parts:
         waits = union(interval(event) for event in ops if event["name"].startswith(HOST_WAITS))
         collectives = [event for event in events if event["name"].startswith("gloo:")]
         wire = [*waits, *(interval(event) for event in collectives if event["name"] not in MESSAGES)]
-        compute = subtract(union(map(interval, computing)), waits)
+        compute, link = subtract(union(map(interval, computing)), waits), []
         steps = [interval(event) for event in events if event["name"] == STEP and event.get("cat") == "user_annotation"]
     begin, end = min(begin for begin, _ in steps), max(end for _, end in steps)
     compute, wire = clip(union(compute), (begin, end)), clip(union(wire), (begin, end))
@@ -86,7 +87,8 @@ def parts_of_step(trace: dict[str, Any], count: int) -> Parts:
     step_ms, compute_ms, communication_ms, exposed_ms = (us / count / 1e3 for us in lengths)
     idle_ms = step_ms - compute_ms - exposed_ms
     last = (end - (end - begin) / count, end)
-    timeline = {"compute": drawn(compute, last), "communication": drawn(wire, last)}
+    rows = {"compute": compute, "communication": wire, "host link": union(link)}
+    timeline = {name: drawn(intervals, last) for name, intervals in rows.items()}
     return Parts(step_ms, step_ms, compute_ms, communication_ms, exposed_ms, idle_ms, timeline)
 
 

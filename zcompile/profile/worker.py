@@ -69,6 +69,7 @@ class Run:
             "step_ms": step_ms,
             "first_step_s": first_step_s,
             "peak_bytes": peak_bytes,
+            "pinned_bytes": pinned_bytes() if self.cuda else 0,  # of host memory, at the peak
             "host_ms": self.host_ms() if self.cuda else None,  # before tracing, which may slow every later launch
             "wire_bytes": None,  # gathered and reduced in a step
             "losses": self.mean_losses(),
@@ -222,6 +223,11 @@ class Run:
         """Return the step that zcompile predicts, None for other engines. All ranks call this and trace the model."""
         explained = self.engine.explain(self.batches()[0]) if self.job.trace else None
         return step_of(explained, self.job.accumulation) if explained else None
+
+
+def pinned_bytes() -> int:
+    """Return the most bytes of pinned host memory that torch has held in this process, which rounds sizes up."""
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
 
 
 def _to(batch: Any, device: str) -> Any:
