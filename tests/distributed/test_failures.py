@@ -98,7 +98,7 @@ def test_ranks_that_run_different_programs_are_told(rank, world):
 
 
 def test_a_rank_whose_graph_no_other_runs_is_told(rank, world):
-    agreement = Agreement("alone", rank, world, timeout_s=0.5)
+    agreement = Agreement("alone", rank, range(world), timeout_s=0.5)
     if rank == 0:
         message = "rank 0 has waited 0 s for rank 1 to come to a graph that begins with: first"
         raises(RuntimeError, message, lambda: agreement.check([Line("first")]))

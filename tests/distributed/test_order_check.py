@@ -180,7 +180,7 @@ def test_a_rank_on_its_way_to_the_next_step_holds_up_no_error(rank, world):
     message = difference_at_step(optimizer, model)
     assert rank == 0 or time.monotonic() - begin < 3.5 * LATE_S
     assert DIFFERENT in message
-    assert "The last of other ranks is number 3, gather 'a.weight' on rank 1. Rank 0 had started no" in message
+    assert "last collective is number 3, gather 'a.weight' on rank 1. Rank 0 started none" in message
 
 
 @on_ranks(2, timeout=30)
@@ -371,7 +371,7 @@ def leave():
 atexit.register(leave)  # called last
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 begun, runtime = threading.Event(), Runtime()
-watch_order(runtime, Groups("gather", "reduce", "", rank=0, world=1, number=0), 1.0)
+watch_order(runtime, Groups("gather", "reduce", "", 0, 1, (0,), number=0), 1.0)
 begun.wait()
 """
 
@@ -384,14 +384,14 @@ def test_the_thread_ends_before_the_interpreter():
 def test_a_lost_rank_makes_the_next_collective_an_error_and_ends_those_that_wait(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(order_watch, "base_store", lambda: store)
-    said, aborted, groups = [""], threading.Event(), Groups("gather", "reduce", "", rank=0, world=2, number=0)
+    said, aborted, groups = [""], threading.Event(), Groups("gather", "reduce", "", 0, 2, (4, 6), number=0)
     calls = {"order": lambda: [(3, 7, "gather 'a'")], "nccl_failure": lambda: "NCCL lost another rank"}
     calls |= {"order_failure": lambda: said[-1], "fail_order": said.append, "abort_nccl": aborted.set}
     runtime = mock.Mock(spec=list(calls), **calls)  # which the watch holds weakly
     watch = order_watch.OrderWatch(runtime, groups, 1.0)
     assert aborted.wait(scaled(10))
     watch.close()
-    assert re.search(r"rank 0 can no longer .* lost another rank.* is number 3, gather 'a'; .* rank 1", said[-1])
+    assert re.search(r"rank 4 can no longer .* lost another rank.*Rank 4 .* number 3, gather 'a'. Rank 6", said[-1])
     assert watch.store.get("failed").decode() == said[-1]
 
 

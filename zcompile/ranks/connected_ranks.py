@@ -26,20 +26,19 @@ def agreement_of(meshes: Sequence[DeviceMesh], groups: Groups, runtime: _C.Model
     """
     me = dist.get_rank()
     name = f"zcompile/{groups.reduce}/{groups.number}"
-    # rank -> (prefix of its group's keys in the store, for logs of collectives; its own key there; its model's name)
-    known = {me: (order_store_name(groups), groups.rank, name)}
+    # rank -> (prefix of its group's keys in the store, for logs of collectives; its model's name)
+    known = {me: (order_store_name(groups), name)}
     for _ in range(2):  # the second round passes on what other ranks learned in the first
         for group in dict.fromkeys(mesh.get_group(i) for mesh in meshes for i in range(mesh.ndim)):
-            gathered: list[dict[int, tuple[str, int, str]]] = [{} for _ in range(group.size())]
+            gathered: list[dict[int, tuple[str, str]]] = [{} for _ in range(group.size())]
             dist.all_gather_object(gathered, known, group=group)
             known = {rank: each for some in gathered for rank, each in some.items()}
     ranks = sorted(known)
 
-    def started(place: int) -> int:
-        if ranks[place] == me:
+    def started(rank: int) -> int:
+        if rank == me:
             return started_here(runtime)
-        store, number, _ = known[ranks[place]]
-        return started_there(dist.PrefixStore(store, base_store()), number)
+        return started_there(dist.PrefixStore(known[rank][0], base_store()), rank)
 
-    prefix = f"zcompile/connected/{known[ranks[0]][2]}"
-    return Agreement(prefix, ranks.index(me), len(ranks), timeout_s, started)
+    prefix = f"zcompile/connected/{known[ranks[0]][1]}"
+    return Agreement(prefix, me, ranks, timeout_s, started)

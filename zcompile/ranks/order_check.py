@@ -226,6 +226,6 @@ def difference_in(logs: Sequence[Sequence[int]], said: Mapping[int, Mapping[str,
     last = {rank: last_of(marks) for rank in said for marks in said[rank].values() if marks}
     absent = f"Rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent[:MOST_NAMED]))}"
     return (
-        f"{begin}. The last one is {by_text(last)}. {absent} had started none since the step before, and did not come "
-        f"to the next step. {_UNCHANGED} {REMEDY}"
+        f"{begin}. The other ranks' last collective is {by_text(last)}. {absent} started none since the previous "
+        f"optimizer step, and did not come to the next. {_UNCHANGED} {REMEDY}"
     )

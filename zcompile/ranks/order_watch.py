@@ -49,20 +49,19 @@ def watch_order(runtime: _C.Model, groups: Groups, timeout_s: float) -> Callable
     if watch is None or watch.base is not base_store() or not watch.add(runtime):
         _watches[groups.gather] = OrderWatch(runtime, groups, timeout_s)
     store = _store_of(groups)
-    return lambda rank: started_here(runtime) if rank == groups.rank else started_there(store, rank)
+    return lambda rank: started_here(runtime) if rank == groups.ranks[groups.rank] else started_there(store, rank)
 
 
 class OrderWatch:
     """A thread that compares this rank's log of collectives with the previous rank's, and reads other ranks' errors."""
 
     def __init__(self, runtime: _C.Model, groups: Groups, timeout_s: float):
-        self.rank = groups.rank
+        self.rank, self.other = groups.ranks[groups.rank], groups.ranks[groups.rank - 1]
         self.period_s = min(PERIOD_S, timeout_s / 10)
         self.base = base_store()
         self.store = _store_of(groups)
         self.runtimes = weakref.WeakSet([runtime])
         self.lock, self.stop, self.ended = threading.Lock(), threading.Event(), False
-        self.other = (self.rank - 1) % groups.world
         self.theirs: Marks = []  # the log that rank `other` last published
         self.has_store = True
         self.thread = threading.Thread(target=self.run, name="zcompile order", daemon=True)

@@ -94,10 +94,12 @@ class Groups:
     replicate: str  # the group of the ranks that hold the same shard (replicas); "" on a 1-D mesh
     rank: int  # this process's rank in `gather`
     world: int  # the number of ranks there
+    ranks: tuple[int, ...]  # their global ranks, by which errors name them
     number: int  # the model's number among the models over the same ranks; the same on all ranks
 
     def make_runtime(self, **options: Any) -> _C.Model:
-        return _C.Model(**asdict(self), **options)
+        own = {name: value for name, value in asdict(self).items() if name != "ranks"}
+        return _C.Model(**own, **options)
 
     def make_runtime_to_measure(self) -> _C.Model:
         """Make a runtime without parameters over these groups, to measure transfers."""
@@ -127,6 +129,7 @@ def groups_of(mesh: DeviceMesh, for_units: bool = False) -> Groups:
         replicate=replicas.group_name if replicas is not None else "",
         rank=shard_group.rank(),
         world=shard_group.size(),
+        ranks=tuple(dist.get_process_group_ranks(shard_group)),
         number=number,
     )
 

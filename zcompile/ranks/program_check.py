@@ -36,16 +36,21 @@ class Agreement:
 
     Args:
         prefix: the prefix of this model's keys in the store, the same on all of its ranks.
-        rank, world: this rank's number among the ranks that compare programs, and their count.
+        rank, ranks: this rank, and all ranks that compare programs; global ranks.
         timeout_s: the longest wait for a rank, which may be compiling.
         started: rank -> how many of the model's collectives it has started, as far as this rank knows.
     """
 
     def __init__(
-        self, prefix: str, rank: int, world: int, timeout_s: float, started: Callable[[int], int] = lambda rank: 0
+        self,
+        prefix: str,
+        rank: int,
+        ranks: Sequence[int],
+        timeout_s: float,
+        started: Callable[[int], int] = lambda rank: 0,
     ):
         self.store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
-        self.rank, self.world, self.timeout_s, self.started = rank, world, timeout_s, started
+        self.rank, self.ranks, self.timeout_s, self.started = rank, ranks, timeout_s, started
         self.known: set[str] = set()
         self.numbers: dict[str, int] = {}  # see `largest`
         self.round = 0
@@ -64,7 +69,7 @@ class Agreement:
         self.store.set(f"{self.round}/{key}/{self.rank}", json.dumps(list(map(str, lines))))
         self.store.set(f"{self.round}/waiting/{self.rank}", json.dumps((key, position)))
         deadline = time.monotonic() + self.timeout_s
-        while missing := [rank for rank in range(self.world) if not self._has_come(rank, key, position)]:
+        while missing := [rank for rank in self.ranks if not self._has_come(rank, key, position)]:
             if self.store.check([f"{self.round}/failed"]):
                 self._fail(self.store.get(f"{self.round}/failed").decode())
             for rank in missing:
@@ -89,12 +94,12 @@ class Agreement:
         rank's last call for the program, with which the other ranks run. Raises as `check` does.
         """
         here = [*lines, Line(f"is compiled after {self.started(self.rank)} gathers and reduces")]
-        names = [f"{self.round}/{_key(here)}/{rank}/number" for rank in range(self.world)]
+        names = {rank: f"{self.round}/{_key(here)}/{rank}/number" for rank in self.ranks}
         self.store.set(names[self.rank], str(number))
         self.known.discard(_key(here))  # an earlier compile at this place may have failed
         self.check(here)
-        said = [int(self.store.get(name)) for name in names if self.store.check([name])]
-        if len(said) < self.world:
+        said = [int(self.store.get(name)) for name in names.values() if self.store.check([name])]
+        if len(said) < len(self.ranks):
             said.append(self.numbers.get(_key(lines), 0))
         self.numbers[_key(lines)] = max(said)
         return max(said)

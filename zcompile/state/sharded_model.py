@@ -103,7 +103,7 @@ class ShardedModel:
             if world > 1:
                 started = watch_order(self.runtime, self.groups, timeout_s)
                 prefix = f"zcompile/{self.groups.reduce}/{self.groups.number}"
-                self.program_check = Agreement(prefix, self.groups.rank, world, timeout_s, started)
+                self.program_check = Agreement(prefix, dist.get_rank(), self.groups.ranks, timeout_s, started)
         self.parameters: dict[str, ShardedParameter] = {}
         self.wanted_transport, self.transport = "", Choice("", "")
         self.microbatches = Microbatches()
