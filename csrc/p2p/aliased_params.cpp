@@ -92,7 +92,6 @@ void AliasedParams::release(void* unsharded) {
   mark(mapping, false);
 }
 
-// Also reports the memory to profilers, without the totals of an allocator.
 void AliasedParams::mark(Mapping& mapping, bool in_use) {
   mapping.in_use = in_use;
   for (const auto page : mapping.pages) is_free_[page] = !in_use;
@@ -116,8 +115,7 @@ void AliasedParams::wait_for_readers() {
   wait_for_readers_locked();
 }
 
-// The capture of a CUDA graph need not wait for readers of released memory: a graph has one stream, and each launch of
-// it waits for earlier readers (ShardCache::enter_graph).
+// Not in a capture: a CUDA graph has one stream, and each launch waits for earlier readers (ShardCache::enter_graph).
 void AliasedParams::wait_for_readers_locked() {
   if (HostEffects::is_recording()) return;
   const auto current = c10::cuda::getCurrentCUDAStream(device_.index());

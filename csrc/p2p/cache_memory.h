@@ -1,5 +1,5 @@
-// The table of cached shards (copies of this rank's shards that peers can read), and their memory, which all ranks map.
-// The layout of this memory is the same on all ranks (schedule/cache_layout.h).
+// The table of cached shards (copies of this rank's shards that peers can read), and their memory. All ranks map this
+// memory, in the same layout (schedule/cache_layout.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,28 +21,28 @@
 
 namespace zcompile::cuda {
 
-// The cached copy of one shard in one dtype, and its place on every rank.
+// The cached copy of one shard in one dtype, and the copy's place in every rank's memory.
 struct CachedShard {
   const ShardedParam* param;
   at::ScalarType dtype;
-  size_t number;  // of the copy in Staleness
+  size_t number;  // the copy's number in Staleness
 
-  const SharedBlocks* buffer = nullptr;  // null: it has no memory yet
-  size_t position = std::numeric_limits<size_t>::max();  // index in the first buffer; max: in another one
-  int64_t offset = 0;  // bytes, of the first page that can be mapped again; without such pages, of the shard
-  int64_t end = 0;  // bytes, the furthest end of any rank's shard
+  const SharedBlocks* buffer = nullptr;  // null: the copy has no memory yet
+  size_t position = std::numeric_limits<size_t>::max();  // index in the first buffer; max: it is in a later buffer
+  int64_t offset = 0;  // bytes, to the first page that can be mapped again; without such pages, to the shard
+  int64_t end = 0;  // bytes, the highest end of the shard on any rank
   int64_t mapped_bytes = 0;  // of the pages that are whole on every rank
   std::shared_ptr<const Block> block;  // this rank's pages; null: the shard is too small to be mapped again
-  uint32_t group = 0;  // a refresh writes shards in groups, and this one in this group (schedule/cache_layout.h)
+  uint32_t group = 0;  // the group of shards with which a refresh writes this one (schedule/cache_layout.h)
 
-  // The storage of the main parameter, if an optimizer step wrote the copy from it; reset by the next refresh.
+  // The main parameter's storage, if an optimizer step wrote the copy from it since the last refresh.
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> stepped;
 
   int64_t element_bytes() const { return static_cast<int64_t>(c10::elementSize(dtype)); }
   int64_t bytes() const { return param->chunk * element_bytes(); }  // of each rank's piece
   int64_t offset_on(int64_t rank) const { return offset - head_bytes(bytes(), rank); }
   char* on(int64_t rank) const { return buffer->at(rank, offset_on(rank)); }
-  // The pages that are whole on every rank. If the last rank's piece is shorter than the others, they end in padding.
+  // The pages that are whole on every rank. The last rank's piece may be shorter, and ends in padding.
   OwnPages own_pages(int64_t rank) const { return {page_above(rank * bytes()), mapped_bytes, block}; }
 };
 
@@ -50,9 +50,9 @@ class CacheMemory {
  public:
   explicit CacheMemory(TransportContext& context) : context_(context) {}
 
-  CachedShard* find(const ShardedParam& param, at::ScalarType dtype);  // null if it was never gathered
+  CachedShard* find(const ShardedParam& param, at::ScalarType dtype);  // null if `param` was never gathered in `dtype`
   CachedShard& find_or_add(const ShardedParam& param, at::ScalarType dtype, Staleness& staleness);
-  // A copy of `param`, of any dtype, that has memory; null if there is none.
+  // A copy of `param`, in any dtype, that has memory; null if there is none.
   CachedShard* find_placed(const ShardedParam& param);
 
   // Allocates memory for the shards that have none; a collective call. Returns these shards in order of their offsets.

@@ -12,7 +12,7 @@ namespace zcompile::cuda {
 namespace {
 
 constexpr size_t small_bytes = 1 << 20;  // up to this size, a copy that overlaps with compute costs more than it saves
-// A pull of more bytes begins with a barrier. The bytes are the same on all ranks.
+// A pull of more bytes (the same number on all ranks) begins with a barrier, if ranks start transfers together.
 constexpr size_t min_bytes_for_barrier = 1 << 20;
 // Own pieces of at most this size, such as the parts beside aliased pages, are copied with the pieces of peers.
 constexpr size_t max_own_bytes_with_peers = 4 << 20;
@@ -31,7 +31,7 @@ CachePulls::CachePulls(
       own_(take_quiet_stream()) {}
 
 CachePulls::~CachePulls() {
-  // The stream may still read memory that is freed now. It is not a lane, so the watchdog has not waited for it.
+  // The stream may still read memory that is freed now, and Watchdog::drain() does not wait for it.
   cudaStreamSynchronize(own_.stream());
 }
 
@@ -126,7 +126,6 @@ c10::cuda::CUDAEvent CachePulls::read_rows(const GatherRowsRequest& request, con
   return event;
 }
 
-// Launches a kernel that reads cached shards on the compute stream, which costs less than a copy on another stream.
 void CachePulls::read_here(uint32_t group, const std::function<cudaError_t(cudaStream_t)>& launch) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   progress_.written[group].block(stream);

@@ -1,8 +1,8 @@
 // Copies cached shards (shard_cache.h), this rank's and its peers', into unsharded parameters.
 //
 // Copy engines read ("pull") large shards on streams of their own. A kernel on the compute stream reads small shards,
-// which costs less than a copy on another stream. A refresh writes the cached shards group by group. A gather waits
-// only for the groups that it reads, so it may begin before the refresh has ended (RefreshProgress).
+// which costs less than a copy on another stream. A gather waits only for the groups of shards that it reads, so it may
+// begin before a refresh has written the other groups.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,10 +24,9 @@
 
 namespace zcompile::cuda {
 
-// Progress of a refresh, which writes all cached shards again from main parameters.
 struct RefreshProgress {
   uint32_t refreshes = 0;  // number of refreshes that have begun
-  // By group: recorded after all ranks have written it.
+  // By group of shards: recorded after all ranks have written the group.
   std::vector<c10::cuda::CUDAEvent> written = std::vector<c10::cuda::CUDAEvent>(refresh_groups);
 };
 
@@ -45,13 +44,12 @@ class CachePulls {
   CachePulls(const CachePulls&) = delete;
   CachePulls& operator=(const CachePulls&) = delete;
 
-  // Start to fill unsharded parameters, or some rows of one. Return an event recorded after the copies.
+  // Both start to fill unsharded parameters, or some rows of one, and return an event recorded after the copies.
   c10::cuda::CUDAEvent pull(const std::vector<Pull>& pulls);
   c10::cuda::CUDAEvent read_rows(const GatherRowsRequest& request, const CachedShard& shard);
 
-  // Makes `stream` wait for all pulls so far.
+  // Makes `stream` wait for all pulls issued so far.
   void finish(const c10::cuda::CUDAStream& stream);
-  // Called before a refresh writes the cached shards.
   void start_refresh() { arrived_ = started_ = 0; }
   Lane& lane() { return lane_; }
   const c10::cuda::CUDAStream& own_stream() const { return own_; }
@@ -61,7 +59,7 @@ class CachePulls {
   struct Copies {
     std::vector<Copy> of_peers, of_own;
     size_t bytes = 0, own_bytes = 0;
-    uint32_t group = 0;  // the last group of the refresh that they read
+    uint32_t group = 0;  // the last group of shards that they read
   };
 
   Copies copies_of(const std::vector<Pull>& pulls) const;
@@ -77,10 +75,10 @@ class CachePulls {
   RefreshProgress& progress_;
   std::shared_ptr<EventPool> pool_;
   Lane lane_;  // copies from peers
-  c10::cuda::CUDAStream own_;  // copies large own pieces in backward, where they would delay later pulls
+  c10::cuda::CUDAStream own_;  // copies large own pieces in backward
   c10::cuda::CUDAEvent read_;  // recorded after the last kernel on the compute stream that reads cached shards
-  uint32_t arrived_ = 0;  // number of groups of this refresh for which the lane has waited
-  uint32_t started_ = 0;  // number of pulls since this refresh that began with a barrier
+  uint32_t arrived_ = 0;  // number of groups for which the lane has waited since the refresh began
+  uint32_t started_ = 0;  // number of pulls that began with a barrier since the refresh began
 };
 
 }  // namespace zcompile::cuda

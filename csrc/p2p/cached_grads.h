@@ -1,5 +1,5 @@
 // Places gradients in the memory of cached shards (shard_cache.h) that backward no longer gathers; see
-// [Note: gradients in the place of dead shards] in schedule/grad_placement.h.
+// schedule/grad_placement.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,7 +24,7 @@ class CachedGrads {
   CachedGrads(TransportContext& context, Reducer& reducer, AliasedParams& aliased)
       : context_(context), reducer_(reducer), aliased_(aliased) {}
 
-  // From now on, gradients may be placed in `buffer`, which contains `shards`.
+  // Lets gradients be placed in `buffer`, which contains `shards`.
   void use(std::shared_ptr<const SharedBlocks> buffer, std::vector<CachedShard*> shards);
 
   bool is_dead(const CachedShard& shard) const { return takes_part(shard) && placement_.is_dead(shard.position); }
@@ -37,12 +37,12 @@ class CachedGrads {
   // Stops placing gradients. All ranks must call it, because ranks compare learned(), which is 0 from now on.
   void turn_off() { is_off_ = true; }
 
-  // Returns an uninitialised gradient of `param` in the place of dead shards; undefined if there is no room.
+  // Returns an uninitialised gradient of `param` in the memory of dead shards; undefined if they have no room.
   at::Tensor place(const ShardedParam& param);
-  // Called before a refresh writes the shards. Moves gradients that are still alive to memory of their own.
+  // Moves gradients that still exist to memory of their own. Called before a refresh writes the shards.
   void refresh();
-  // Called before an optimizer step that writes cached shards. Returns the memory of the placed gradients that the step
-  // must not overwrite: those that it does not read, and those that share a storage with another tensor.
+  // Forgets the placed gradients over which the coming optimizer step may write cached shards. Returns the memory of
+  // the others: gradients that the step does not read, and gradients whose storage another tensor uses.
   std::vector<Span> release_to_step(c10::ArrayRef<AdamRequest> requests);
 
  private:

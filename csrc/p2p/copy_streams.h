@@ -2,11 +2,10 @@
 //
 // [Note: one stream beside compute]
 // A stream occupies a hardware queue while a kernel, a wait for a signal, or a copy within the GPU is pending on it. If
-// more than a few hardware queues are occupied, kernels on the compute stream start later (streams.h). So the kernels
-// of transfers (casts and sums), waits for signals and copies within the GPU share a stream, `work`, in program order.
+// more than a few queues are occupied, kernels on the compute stream start later (streams.h). So the kernels of
+// transfers (casts and sums), waits for signals and copies within the GPU share one stream, `work`, in program order.
 // Copies between GPUs occupy no such queue: reads from peers (pulls) have one stream, and writes to peers (pushes)
-// another. More streams would not help, because one copy engine fills the link to a peer, and serves its streams one
-// after the other. Shards too small for a copy engine are read by a kernel on the compute stream.
+// another.
 //
 // Exceptions (cache_pulls.cpp):
 //   - If at most 4 MiB of this rank's own shards must be copied, the copy is on the stream of the pulls.
@@ -23,7 +22,7 @@
 
 namespace zcompile::cuda {
 
-// Issues copies on one stream: by copy engines if the driver has batched copies, else by a kernel.
+// Issues copies on one stream: by copy engines if the driver has batched copies, otherwise by a kernel.
 void copy_async(const std::vector<Copy>& copies, cudaStream_t stream);
 
 }  // namespace zcompile::cuda

@@ -22,7 +22,7 @@ Function find_driver_function(const char* name) {
 
 }  // namespace zcompile::cuda
 
-// The driver's function `name`, looked up once by `text`, because cuda.h redefines some names as macros.
+// Looks up the driver's function `name` once. `text` is its original name: cuda.h redefines some names as macros.
 #define ZCOMPILE_DRIVER_FUNCTION(name, text)                                                    \
   ([] {                                                                                         \
     static const auto function = ::zcompile::cuda::find_driver_function<decltype(&name)>(text); \
@@ -31,8 +31,10 @@ Function find_driver_function(const char* name) {
 
 #define ZCOMPILE_DRIVER(name) ZCOMPILE_DRIVER_FUNCTION(name, #name)
 
-#define ZCOMPILE_DRIVER_CHECK(name, ...)                                                                           \
-  do {                                                                                                             \
-    const CUresult result = ZCOMPILE_DRIVER_FUNCTION(name, #name)(__VA_ARGS__);                                    \
-    TORCH_CHECK(result == CUDA_SUCCESS, "zcompile: " #name " failed with driver error " + std::to_string(result)); \
+#define ZCOMPILE_DRIVER_CHECK(name, ...)                                                                      \
+  do {                                                                                                        \
+    const CUresult result = ZCOMPILE_DRIVER_FUNCTION(name, #name)(__VA_ARGS__);                               \
+    TORCH_CHECK(                                                                                              \
+        result == CUDA_SUCCESS,                                                                               \
+        "zcompile: " #name " failed with driver error " + std::to_string(result) + ": use transport='nccl'"); \
   } while (false)

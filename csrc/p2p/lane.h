@@ -1,7 +1,7 @@
 // A lane: a stream on which this rank waits for its peers (the other ranks), and a record of these waits.
 //
 // CUDA does not tell which operation a stream has reached. So after each wait, the stream writes the wait's number into
-// a word that the host can read. By this word, the watchdog (watchdog.h) finds a wait that does not end.
+// a word that the host can read, by which the watchdog (watchdog.h) finds a wait that does not end.
 #pragma once
 
 #include <c10/cuda/CUDAStream.h>
@@ -14,12 +14,11 @@
 
 namespace zcompile::cuda {
 
-// A wait for the peers. It is kept as numbers, because most waits are never reported.
 struct PeerWait {
-  const char* what = "";  // the expected action of the peers; follows "waited for other ranks" in an error
+  const char* what = "";  // what the peers should do; follows "waited for other ranks" in an error
   int64_t param = -1;  // index of the parameter; -1: no particular parameter
   int signal = 0;  // a Signal of signals.h
-  uint32_t number = 0;
+  uint32_t number = 0;  // the number that the peers must post
 };
 
 class Lane {
@@ -32,16 +31,16 @@ class Lane {
   const c10::cuda::CUDAStream& stream() const { return stream_; }
   // Records a wait that is about to be issued, and returns the number that the stream writes after it.
   uint32_t expect(PeerWait wait);
-  // Returns a number that the stream must write right before the next wait: the wait's duration counts from this write.
+  // Returns a number that the stream must write right before the next wait. The wait's duration counts from this write.
   uint32_t arrive();
-  void* reached_address() const { return reached_; }  // of the word to which the stream writes these numbers
+  void* reached_address() const { return reached_; }  // the word to which the stream writes these numbers
 
   struct Overdue {
     PeerWait wait;
     std::chrono::steady_clock::duration since;
   };
-  // Returns the oldest wait that has not ended, and how long it has been the oldest. Empty if there is no such wait, or
-  // if the stream has not yet written the number of arrive() before the wait.
+  // Returns the oldest wait that has not ended, and how long it has been the oldest. Empty if there is none, or if the
+  // stream has not yet written the number of arrive() that precedes the wait.
   std::optional<Overdue> oldest();
 
  private:

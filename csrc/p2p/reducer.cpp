@@ -17,7 +17,7 @@ namespace zcompile::cuda {
 
 namespace {
 
-// The sum of a piece gets SMs only when a matmul ends, so fewer and larger pieces end sooner.
+// A piece is added up only when a matmul ends and frees SMs, so fewer and larger pieces end sooner.
 constexpr int64_t max_region_bytes = 96 << 20;
 
 // Returns the most bytes that a rank pushes to a peer in one piece. This is the size of the largest slice of a gradient
@@ -38,7 +38,7 @@ int64_t bytes_of_slot(TransportContext& context) {
   return largest <= most || fitting >= most / 2 ? fitting : most;
 }
 
-// Returns elements of the flat `tensor`; if these are all, `tensor` itself, which saves the host an op.
+// Returns elements of the flat `tensor`. If these are all, returns `tensor` itself, which saves the host an op.
 at::Tensor slice(const at::Tensor& tensor, int64_t begin, int64_t numel) {
   return numel == tensor.numel() ? tensor : tensor.narrow(0, begin, numel);
 }
@@ -93,7 +93,7 @@ std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request)
   return end();
 }
 
-// Records the order of means over replicas, which are collectives. Other reduces have tags and need no record.
+// Records the order of means over replicas, which are collectives. The signals of other reduces have tags instead.
 void Reducer::note(const Collective& next, const ShardedParam& param) {
   if (replicas_ && !context_.defers_replicas()) replicas_->append(next, param.name);
 }
@@ -101,7 +101,10 @@ void Reducer::note(const Collective& next, const ShardedParam& param) {
 void Reducer::count_piece() {
   HostEffects::note([this] { pieces_ += 1; });
   HostEffects::repeat([this, captured = region()] {
-    TORCH_CHECK(captured == region(), "zcompile: a replay would use another buffer than its capture: a zcompile bug");
+    TORCH_CHECK(
+        captured == region(),
+        "zcompile: the replay of a CUDA graph would use another staging buffer than its capture. This is a bug: report "
+        "it, and train without CUDA graphs.");
   });
 }
 
@@ -113,8 +116,7 @@ Number Reducer::piece_tag(size_t hash) const {
   return [this, hash] { return tag(pieces_, hash); };
 }
 
-// Sums rows of an embedding's gradient, on the compute stream, because `work` may still wait for a peer. This delays
-// compute little, because an embedding's gradient comes at the end of backward.
+// Runs on the compute stream, because `work` may still wait for a peer.
 SortedRows Reducer::sum_rows(const ReduceRowsRequest& request) {
   auto sums = zcompile::sum_rows(request.grad, request.indices, request.wire);
   for (const auto& tensor : {sums.rows, sums.order, sums.sums}) tensor.record_stream(work_.stream());
@@ -138,7 +140,7 @@ std::unique_ptr<Transfer> Reducer::end() {
   return std::make_unique<EventTransfer>(pool_, std::move(event));
 }
 
-// Cuts gradients into pieces, by sizes that are the same on all ranks, so that all ranks cut alike.
+// All ranks must cut alike, so only sizes that are the same on all ranks decide.
 std::vector<Reducer::Piece> Reducer::cut(
     c10::ArrayRef<ReduceRequest> requests, const std::vector<at::Tensor>& sums) const {
   std::vector<Piece> pieces;
@@ -301,7 +303,7 @@ char* Reducer::place_of(int64_t offset, int64_t source, int64_t owner) const {
 }
 
 size_t Reducer::hash(const Piece& piece) const {
-  // Ranks must agree on `is_caching`. Otherwise a rank could place sums over shards that a peer still reads.
+  // Ranks must agree on `is_caching`. Otherwise one could write sums over shards that a peer still reads.
   size_t hash = context_.is_caching();
   for (const auto& part : piece) {
     const auto& [param, grad, out, extras] = *part.request;

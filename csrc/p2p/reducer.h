@@ -1,29 +1,25 @@
 // Peer-to-peer reduce-scatter: every rank pushes slices of its gradient to their owners, which add them up.
 //
 // [Note: reduces in pieces]
-// Every rank has a staging buffer for the slices that its peers push. It is divided into regions, which pieces use in
-// turn. A region has a slot for each peer: rank s pushes slice d of its gradient into its slot on rank d. A large
-// gradient is cut into several pieces, so that staging buffers stay small. Small gradients that are reduced together
-// share a piece. All ranks number the pieces of all reduces alike. The steps of piece n, by stream:
+// Every rank has a staging buffer for the slices that its peers push. The buffer is divided into regions, which pieces
+// use in turn. A region has a slot for each peer: rank s pushes slice d of its gradient into its slot on rank d. A
+// large gradient is cut into several pieces, so that staging buffers stay small. Small gradients that are reduced
+// together share a piece. All ranks number the pieces of all reduces alike. The steps of piece n, by stream:
 //   lane:         wait until all ranks have added up the previous piece in the region; copy to every peer
 //   work:         wait for these copies; post the signal "pushed n", tagged with a hash of the piece; wait for the same
 //                 signal of every peer; add up in rank order, reading this rank's own slice in place
-// A rank posts "pushed n" after it has added up piece n - 1. So once all peers post it, the region of piece n - 1 is
-// free again. No rank pushes to a region before all ranks have added up the piece there, so no signal is overwritten
-// before its rank has read it. If ranks start transfers together (signals.h), a barrier before the copies waits until
-// each rank has its gradients. If not, as on two ranks, each rank pushes when its own gradients are ready, at most two
-// pieces ahead of its peer.
-//
-// A refresh of the cached shards begins with a barrier, after which all ranks have added up all pieces. The next piece
-// then uses the first region again, because in a CUDA graph each piece must use the region of its capture.
+// A rank posts "pushed n" after it has added up piece n - 1. So once all ranks have posted "pushed n", the region of
+// piece n - 1 is free. No rank pushes to a region before all ranks have added up the piece there, so no signal is
+// overwritten before its rank has read it. A refresh of the cached shards begins with a barrier, after which all pieces
+// are added up. The next piece then uses the first region, because in a CUDA graph each piece must use the region of
+// its capture.
 //
 // [Note: rows of gradients]
 // Most rows of an embedding's gradient are zeros, and are never materialised. Each rank sums the gradients of each row
 // that its batch contains. It writes the sums into the staging buffers of the rows' owners, at their places in a dense
 // gradient, and for each row a word that says whether the row is present. The sizes of pieces do not depend on the rows
-// that a rank has, so ranks with different batches synchronise alike. The reduced gradient is zeros except in rows that
-// some rank has. Each piece of it is cleared after this rank has sent its rows, because then all ranks have started
-// this piece. Earlier, its memory may still hold a cached shard that a peer reads (schedule/grad_placement.h).
+// that a rank has, so all ranks synchronise alike. The owner clears each piece of the reduced gradient after it has
+// sent its own rows: before, its memory may hold a cached shard that a peer still reads (schedule/grad_placement.h).
 #pragma once
 
 #include <c10/cuda/CUDAEvent.h>
@@ -48,14 +44,14 @@ class Reducer {
   Reducer(TransportContext& context, Signals& signals, Lane& work, std::shared_ptr<EventPool> pool);
 
   std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests);
-  // Whether pieces of the gradient of `param` can be cut between rows of `columns` elements.
+  // Whether gradients of `param`, as matrices of `columns` columns, can be cut into pieces between rows.
   bool has_rows(const ShardedParam& param, int64_t columns) const;
   std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request);
   // Makes `stream` wait for all reduces that have started.
   void finish(const c10::cuda::CUDAStream& stream);
-  // Begins with the first region again; a collective call. On `work`, all ranks have added up all pieces before it.
+  // Begins with the first region again; a collective call. All ranks must have added up all pieces, on `work`.
   void start_over();
-  // Records all events on the current stream, which has waited for the earlier ones: see P2pTransport::fork_streams.
+  // Records all events on the current stream, which has waited for all earlier ones; see P2pTransport::fork_streams.
   void renew_events();
   uint32_t pieces() const { return pieces_; }
   int64_t bytes() const { return staging_.bytes(); }
@@ -68,7 +64,7 @@ class Reducer {
     at::Tensor sum;  // flat, this rank's slice
     int64_t begin;
     int64_t most;
-    int64_t offset;  // in a slot, bytes
+    int64_t offset;  // bytes, in a slot
 
     int64_t width() const { return static_cast<int64_t>(request->grad.element_size()); }
     int64_t length_of(int64_t rank) const;
@@ -77,7 +73,7 @@ class Reducer {
   };
   using Piece = std::vector<Part>;
 
-  // Some rows of every rank's slice of one gradient, in elements and rows of a slice.
+  // Rows [begin, begin + most) of every rank's slice of one gradient.
   struct RowsPiece {
     const ReduceRowsRequest* request;
     const SortedRows* sums;
@@ -87,7 +83,7 @@ class Reducer {
     int64_t columns() const { return request->grad.size(1); }
     int64_t first_of(int64_t rank) const;  // row of the matrix
     int64_t count_of(int64_t rank) const;
-    int64_t has_offset() const;  // of the words that say which rows are present: bytes, in a slot
+    int64_t has_offset() const;  // bytes, in a slot: where the words begin that say which rows are present
   };
 
   void note(const Collective& next, const ShardedParam& param);
@@ -118,10 +114,10 @@ class Reducer {
   int64_t slot_bytes_;
   SymmetricBuffer staging_;
   Lane lane_;  // pushes
-  std::shared_ptr<OrderLog> replicas_;  // order of reduces over ranks with the same shard; null: no replicas
+  std::shared_ptr<OrderLog> replicas_;  // order of reduces over replicas (ranks with the same shard); null: no replicas
   std::array<c10::cuda::CUDAEvent, staging_regions> free_;  // by region: recorded once all ranks have added it up
-  c10::cuda::CUDAEvent ready_;  // of the current reduce: its gradients are ready
-  c10::cuda::CUDAEvent copied_;  // of the current piece: its copies are done
+  c10::cuda::CUDAEvent ready_;  // recorded when the gradients of the current reduce are ready
+  c10::cuda::CUDAEvent copied_;  // recorded after this rank's copies of the current piece
   uint32_t pieces_ = 0;
 };
 

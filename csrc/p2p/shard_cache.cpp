@@ -20,7 +20,7 @@ namespace zcompile::cuda {
 
 namespace {
 
-// Reports to the placement of gradients when this rank no longer reads the shards of peers.
+// Tells CachedGrads when this rank no longer reads the shards of peers.
 class CacheTransfer : public EventTransfer {
  public:
   CacheTransfer(
@@ -43,13 +43,11 @@ class CacheTransfer : public EventTransfer {
   std::vector<Pull> pulls_;
 };
 
-// The memory to which a step writes the copy of a main parameter.
 struct CopyTarget {
   char* to = nullptr;  // null: there is no copy
   at::ScalarType dtype = at::kFloat;
 };
 
-// Whether the fused kernel supports all of `requests`.
 bool can_launch_adam(c10::ArrayRef<AdamRequest> requests) {
   const auto fits = [](const at::Tensor& tensor, int64_t numel) {
     return tensor.is_cuda() && tensor.scalar_type() == at::kFloat && tensor.is_contiguous() && tensor.numel() == numel;
@@ -73,7 +71,7 @@ std::vector<AdamItem> items_of(c10::ArrayRef<AdamRequest> requests, const std::v
   return items;
 }
 
-// Runs the step, and returns by request whether its copy was written. Copies must not be written over `others`.
+// Runs the step, and returns by request whether its copy was written. Copies are not written over `others`.
 std::vector<bool> launch_scheduled_adam(
     c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings, const std::vector<CopyTarget>& copies,
     const std::vector<Span>& others, cudaStream_t stream) {
@@ -186,7 +184,7 @@ at::Tensor ShardCache::place_gradient(const ShardedParam& param) {
 void ShardCache::finish_backward() {
   staleness_.finish_backward(context_.is_caching());
   grads_.finish_backward(context_.is_caching());
-  // An optimizer may follow, and must not write to main parameters that the refresh still reads.
+  // An optimizer step may follow, and must not write to main parameters that the refresh still reads.
   if (progress_.refreshes > 0) progress_.written.back().block(c10::cuda::getCurrentCUDAStream());
 }
 
@@ -229,7 +227,7 @@ void ShardCache::refresh() {
   has_begun_ = false;
 }
 
-// Allocates memory for gathered shards that have none. The first time, also lets gradients use this memory.
+// Allocates memory for gathered shards that have none. The first such memory may also hold gradients.
 void ShardCache::make_room() {
   const bool is_first = memory_.buffers().empty();
   auto placed = memory_.place_new(staleness_);
@@ -251,7 +249,7 @@ void ShardCache::begin_refresh() {
 }
 
 void ShardCache::refresh_group(uint32_t group) {
-  // The guard also covers the copies that torch makes of main parameters that are not contiguous.
+  // Also for the copies that torch makes of main parameters that are not contiguous.
   const c10::cuda::CUDAStreamGuard guard(work_.stream());
   std::vector<at::Tensor> from, to;
   for (auto* shard : memory_.shards()) {
@@ -277,7 +275,7 @@ bool ShardCache::is_written_by_step(CachedShard& shard) {
 }
 
 bool ShardCache::fused_adam_step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) {
-  // The step must not write copies that peers may still gather, nor copies without memory.
+  // The step must not write copies that peers may still gather. Without buffers, there are no copies to write.
   if (in_backward() || context_.is_caching() || memory_.buffers().empty()) return false;
   if (!has_begun_) {
     make_room();

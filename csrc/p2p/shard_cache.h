@@ -2,25 +2,15 @@
 //
 // [Note: the shard cache]
 // Every rank keeps a copy of its shards in each dtype in which they are gathered, in memory that its peers can read. A
-// gather is then a batch of peer-to-peer copies into the final place of the unsharded parameter. A gather's values do
-// not depend on actions of other ranks, but its speed may; see [Note: transfers that ranks start together] in
-// signals.h. A refresh writes all copies from main parameters. It synchronises ranks twice: before it, because peers
-// may still read the old copies, and after it, because peers must not read unfinished ones.
+// gather is then a batch of peer-to-peer copies into the final place of the unsharded parameter. A refresh writes all
+// copies from main parameters. It synchronises ranks before it writes, because peers may still read the old copies, and
+// after, because peers must not read unfinished ones. Gathers use c10d until the first refresh after a parameter's
+// first gather has allocated the copy.
 //
-// A gather that finds its copy stale refreshes all copies; see [Note: when cached copies are stale] in
-// schedule/staleness.h. A fused optimizer step may write copies itself, because it computes the new main parameters
-// (schedule/adam_schedule.h). Ranks then synchronise before the step, not before the refresh, and the refresh casts
-// only main parameters whose copy the step did not write. If a later write to another main parameter increases no
-// version counter, the refresh does not cast it again, and peers gather the values of the step.
-//
-// The first step shows which parameters are gathered, in which dtypes. Gathers of a parameter and dtype use c10d until
-// a refresh has allocated the copy.
-//
-// Between a shard's last gather and the next refresh, gradients use its memory (schedule/grad_placement.h). A refresh
-// moves gradients that are still alive, because they accumulate, to memory of their own. An optimizer step that writes
-// copies overwrites gradients that it has already read.
-//
-// Its parts: CacheMemory (table and memory of copies), CachePulls (gathers), CachedGrads (gradients in dead shards).
+// A gather that finds its copy stale refreshes all copies (schedule/staleness.h). A fused optimizer step may write
+// copies itself (schedule/adam_schedule.h). Ranks then synchronise before the step, not before the refresh, and the
+// refresh casts only main parameters whose copy the step did not write. If code then changes a main parameter without
+// increasing its version counter, the refresh does not notice, and peers gather the values of the step.
 #pragma once
 
 #include <cstdint>
@@ -40,20 +30,19 @@ namespace zcompile::cuda {
 
 class ShardCache {
  public:
-  // `work` is the stream of [Note: one stream beside compute] in copy_streams.h.
   ShardCache(
       TransportContext& context, Signals& signals, Reducer& reducer, Lane& work, std::shared_ptr<EventPool> pool);
 
-  // Starts to gather those of `requests` whose parameters have a cached copy, in one transfer, and appends the others
-  // to `uncached`. Returns null if no parameter has a copy.
+  // Starts one transfer that gathers those of `requests` whose parameters have a cached copy, and appends the others to
+  // `uncached`. Returns null if no parameter has a copy.
   std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests, std::vector<GatherRequest>& uncached);
-  // Starts to gather some rows of a parameter; returns null if the parameter is not cached.
+  // Starts to gather some rows of a parameter. Returns null if the parameter has no cached copy.
   std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request);
   // Returns memory for the next gather of `param`, flat, padded to equal pieces per rank. This rank's piece in it is
-  // the cached shard, mapped again: a write to it would change the values that peers gather; see
-  // [Note: aliased parameters] in aliased_params.h. Undefined if the caller must allocate memory and copy this piece.
+  // the cached shard, mapped again, so nothing may write to it (aliased_params.h). Returns an undefined tensor if the
+  // caller must allocate the memory and copy this piece too.
   at::Tensor alias(const ShardedParam& param, at::ScalarType dtype);
-  // Returns memory for the gradient of `param` in place of shards that this backward gathers no more; else undefined.
+  // Returns memory for the gradient of `param` in place of shards that this backward gathers no more, or undefined.
   at::Tensor place_gradient(const ShardedParam& param);
   void count_reduces(int64_t count) { grads_.count_reduces(count); }
   void finish_backward();
@@ -65,15 +54,15 @@ class ShardCache {
   Lane& lane() { return pulls_.lane(); }
   const c10::cuda::CUDAStream& own_stream() const { return pulls_.own_stream(); }
 
-  // For CUDA graphs; see [Note: transfers in a CUDA graph] in transport.h. A graph keeps its addresses. So after
-  // `prepare_for_graphs`, only captured code aliases parameters, and no gradient is placed in dead shards.
+  // For CUDA graphs; see transport.h. After `prepare_for_graphs`, only captured code aliases parameters, and no
+  // gradient is placed in dead shards, because a graph keeps its addresses.
   void prepare_for_graphs();
   void enter_graph(const c10::cuda::CUDAStream& stream);
   void renew_events();
 
  private:
   bool is_stale(const CachedShard& shard) const;
-  // Returns the copy, refreshed if it was stale; null if a gather must use c10d.
+  // Returns the copy, after a refresh if it was stale. Returns null if the gather must use c10d.
   CachedShard* find(const ShardedParam& param, at::ScalarType dtype);
 
   void refresh();
@@ -93,7 +82,7 @@ class ShardCache {
   Reducer& reducer_;
   CachedGrads grads_;
   Staleness staleness_;
-  bool has_begun_ = false;  // whether ranks have synchronised for a refresh, so that copies may be written
+  bool has_begun_ = false;  // whether ranks have synchronised before a refresh, so that copies may be written
   bool has_graphs_ = false;
 };
 

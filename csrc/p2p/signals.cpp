@@ -47,7 +47,6 @@ void run_all(std::vector<CUstreamBatchMemOpParams> operations, cudaStream_t stre
   }
 }
 
-// Returns the graph node of the last call captured on `stream`.
 CUgraphNode last_node(cudaStream_t stream) {
   // The type of CUDA 11.3, because later headers give this name to a function of another type.
   using Info = CUresult (*)(CUstream, CUstreamCaptureStatus*, cuuint64_t*, CUgraph*, const CUgraphNode**, size_t*);
@@ -83,8 +82,7 @@ void issue(cudaStream_t stream, Make make) {
   });
 }
 
-// Formats `number` without std::ostream: if a toolchain links libstdc++ statically, std::ostream crashed in a Python
-// with another libstdc++.
+// Does not use std::ostream, which crashed if the toolchain links another libstdc++ statically than Python uses.
 std::string hex(uint32_t number) {
   std::array<char, 11> text{};
   std::snprintf(text.data(), text.size(), "0x%x", number);
@@ -182,7 +180,8 @@ void Signals::start_pull(Number number, Lane& lane, int64_t param) {
 void Signals::append_waits_of_pull(Operations& operations, uint32_t number, Lane& lane, int64_t param) {
   const auto refresh = static_cast<uint16_t>(number >> 16);
   const auto reached = address(lane.reached_address());
-  // The wait's duration counts from this arrival: from its issue, it would also be long if the host is far ahead.
+  // The wait's duration counts from this arrival. From the issue, it would also include work that the host issued
+  // before.
   const auto arrival = lane.arrive();
   operations.push_back(write_operation(reached, arrival));
   if (static_cast<int16_t>(refresh - resume_) >= 0) {
@@ -193,7 +192,7 @@ void Signals::append_waits_of_pull(Operations& operations, uint32_t number, Lane
     append_waits(operations, signal::pulling, number, lane, {"to gather", param});
     return;
   }
-  // The same number of operations, which wait for nothing, since a captured call must keep its operations.
+  // As many operations as above, because a captured call must keep its operations, but none that waits.
   for (int64_t step = 1; step < world_; ++step) {
     operations.push_back(wait_operation(reached, arrival, /*tagged=*/false));
   }
@@ -205,7 +204,7 @@ Signals::GaveUp Signals::give_up(const PeerWait& wait, std::chrono::steady_clock
   constexpr int most_times = 10;
   const auto refresh = static_cast<uint16_t>(wait.number >> 16);
   if (wait.signal != signal::pulling || (since < patience && given_up_ != refresh)) return GaveUp::no;
-  // A late peer may still overwrite these numbers with its own, lower ones. The watchdog then gives up the next wait.
+  // A late peer may still overwrite these numbers by its own, lower ones. The watchdog then gives up the next wait.
   Operations operations;
   for (int64_t peer = 0; peer < world_; ++peer) {
     operations.push_back(write_operation(address(word(signal::pulling, rank_, peer)), wait.number | 0xffff));

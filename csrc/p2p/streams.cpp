@@ -36,7 +36,7 @@ class Trial {
     void* memory = nullptr;
     C10_CUDA_CHECK(cudaHostAlloc(&memory, sizeof(uint32_t), cudaHostAllocMapped));
     word_ = static_cast<volatile uint32_t*>(memory);
-    // This also loads all kernels. In a later timing, the load of a kernel would block on the pending wait.
+    // Also loads all kernels: in a later timing, the load of a kernel would block on the pending wait.
     alone_us_ = fastest_us(nullptr);
   }
   ~Trial() { cudaFreeHost(const_cast<uint32_t*>(word_)); }
@@ -53,7 +53,7 @@ class Trial {
   }
 
  private:
-  // Rows of a matmul that takes as long as the smaller ones of a model: 12 us on an H200.
+  // Rows of a matmul that takes 12 us on an H200, as the smaller ones of a model do.
   static constexpr int64_t size = 1536;
   static constexpr int matmuls = 50;
 
@@ -69,7 +69,7 @@ class Trial {
     constexpr auto patience = std::chrono::milliseconds(50);
     CUDAEvent begin(cudaEventDefault), end(cudaEventDefault);
     *word_ = 0;
-    // Another thread ends the wait: this one may block on a thread that waits for the device, and so for this wait.
+    // Another thread ends the wait, because this one may block until all work of the device is done.
     std::jthread release([this, patience](const std::stop_token& stop) {
       std::mutex mutex;
       std::unique_lock lock(mutex);

@@ -3,10 +3,9 @@
 // [Note: hardware queues]
 // A GPU has a few hardware queues. A stream gets one when it first runs a kernel, a wait for a signal, or a copy within
 // the GPU, and keeps it. Some queues delay compute: while such an operation is pending there, each kernel of the
-// compute stream starts 1.2 us later. Other queues never do (docs/lab, "Which hardware queue a stream has"). Because
-// hosts run a step ahead of the device, an operation is nearly always pending. A stream on the compute stream's queue
-// would be worse: compute would wait for every signal that this stream waits for. CUDA does not tell the queue of a
-// stream, which depends on earlier streams of the process. So a stream is timed before its use, for about 10 ms.
+// compute stream starts 1.2 us later. Other queues never do (docs/lab, "Which hardware queue a stream has"). A stream
+// on the compute stream's own queue is worse: compute then waits for every signal that this stream waits for. CUDA does
+// not tell which queue a stream has. So a stream is timed before its use, for about 10 ms.
 #pragma once
 
 #include <c10/cuda/CUDAEvent.h>
@@ -23,14 +22,14 @@
 namespace zcompile::cuda {
 
 // Returns the next stream of high priority in torch's pool that does not delay kernels of the current stream. If all
-// streams do, returns the first one. Waits for the device.
+// streams delay them, returns the first one. Waits for the device.
 c10::cuda::CUDAStream take_quiet_stream();
 
-// Waits for `stream` on the host for at most `time`, because the signal that the stream waits for may never come.
-// Returns true once all work on `stream` is done or has failed; false if `time` has passed.
+// Waits on the host, for at most `time`, until all work on `stream` is done or has failed. Returns false if `time`
+// passed.
 bool ends_within(cudaStream_t stream, std::chrono::milliseconds time);
 
-// Events for reuse. Transfers share it, because they may outlive the transport.
+// Events for reuse. Transfers share the pool, because they may outlive the transport.
 class EventPool {
  public:
   c10::cuda::CUDAEvent take();
@@ -43,7 +42,7 @@ class EventPool {
   std::vector<c10::cuda::CUDAEvent> free_;
 };
 
-// A transfer that ends with an event. The destructor waits for the event if `wait` did not, because torch would
+// A transfer that ends with an event. If `wait` was not called, the destructor waits for the event, because torch would
 // otherwise reuse memory to which the transfer still writes.
 class EventTransfer : public Transfer {
  public:

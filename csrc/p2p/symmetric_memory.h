@@ -1,4 +1,3 @@
-// Memory that the ranks of one NVLink domain map into each other.
 #pragma once
 
 #include <ATen/core/Tensor.h>

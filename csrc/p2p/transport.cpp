@@ -157,7 +157,7 @@ class P2pTransport : public Transport {
   }
 
   // Makes all streams of the transport wait for the current one, and records all their events again: a captured stream
-  // cannot wait for events from outside of its graph, and other streams cannot wait for events from inside.
+  // cannot wait for events from outside of its graph, nor other streams for events from inside.
   void fork_streams() {
     for (const auto& stream : streams()) pool_->order(c10::cuda::getCurrentCUDAStream(), stream);
     cache_.renew_events();
@@ -172,8 +172,8 @@ class P2pTransport : public Transport {
         has_warned_ = true;
         std::fprintf(
             stderr,
-            "zcompile: rank %s gathers '%s', and another rank does not, for example because it compiles. This rank "
-            "goes on without it. Results are right, but such gathers are slower.\n",
+            "zcompile: rank %s gathers '%s', and another rank did not in time, for example because it compiles. This "
+            "rank goes on without waiting for it. Results are right, but gathers are slower for some steps.\n",
             std::to_string(context_.rank()).c_str(), context_.param(overdue.wait.param).name.c_str());
       }
       return gave_up != Signals::GaveUp::no;

@@ -57,7 +57,9 @@ Block::Block(c10::Device device, int64_t bytes, bool shared) : bytes_(bytes) {
       OutOfMemoryError, result != CUDA_ERROR_OUT_OF_MEMORY,
       "CUDA out of memory: zcompile's peer-to-peer transport asked for " + std::to_string(bytes) + " bytes on " +
           device.str() + ". Free memory there, or use transport='nccl'.");
-  TORCH_CHECK(result == CUDA_SUCCESS, "zcompile: cuMemCreate failed with driver error " + std::to_string(result));
+  TORCH_CHECK(
+      result == CUDA_SUCCESS, "zcompile: cuMemCreate of " + std::to_string(bytes) + " bytes failed on " + device.str() +
+                                  " with driver error " + std::to_string(result) + ": use transport='nccl'");
 }
 
 Block::Block(int descriptor, int64_t bytes) : bytes_(bytes) {

@@ -1,4 +1,4 @@
-// Separates physical memory from addresses, by the CUDA driver's virtual memory management. A block of physical memory
+// Physical memory and addresses, separated by the CUDA driver's virtual memory management. A block of physical memory
 // can be mapped at several addresses at once, in this process and in those of peers.
 #pragma once
 
@@ -37,7 +37,6 @@ class Block {
   CUmemGenericAllocationHandle handle_{};
 };
 
-// A range of addresses, and the blocks mapped there.
 class AddressRange {
  public:
   explicit AddressRange(int64_t bytes);
@@ -45,7 +44,6 @@ class AddressRange {
   AddressRange(const AddressRange&) = delete;
   AddressRange& operator=(const AddressRange&) = delete;
 
-  // Maps all of `block` at `offset`; the driver cannot map a part of it.
   void map(int64_t offset, std::shared_ptr<const Block> block);
   // Lets `device` read and write the mapped blocks.
   void open(c10::Device device);
@@ -58,7 +56,7 @@ class AddressRange {
   std::vector<std::pair<int64_t, std::shared_ptr<const Block>>> mapped_;  // pairs of offset and block
 };
 
-// Memory that all ranks of a group can read and write: on every rank, blocks of the same sizes, mapped one after the
+// Memory that all ranks of a group can read and write. On every rank, blocks of the same sizes are mapped one after the
 // other. The constructor is a collective call, and fails on all ranks or on none.
 class SharedBlocks {
  public:

@@ -1,5 +1,5 @@
 // A thread that finds a stream on which this rank waits too long for a peer. If the stream can go on without the peer,
-// the watchdog ends the wait. If it cannot, the watchdog turns the hang into an error.
+// the watchdog ends the wait. Otherwise it turns the hang into an error.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -20,11 +20,10 @@ namespace zcompile::cuda {
 
 class Watchdog {
  public:
-  // Returns the message of an error. It may use the stream, the watchdog's own, on which nothing else is pending. The
-  // stream is null if CUDA calls do not return; then it makes none.
+  // Returns the message of an error. It may use the stream, which is the watchdog's own. If the stream is null, it must
+  // not call CUDA, because CUDA calls do not return.
   using Describe = std::function<std::string(const PeerWait&, cudaStream_t)>;
-  // Ends a wait that has lasted too long, if its lane can go on without the peer, and returns whether it did. It may
-  // use the stream, as Describe may.
+  // Ends a wait that has lasted too long, by work on the stream, if its lane can go on. Returns whether it did.
   using GiveUp = std::function<bool(const Lane::Overdue&, cudaStream_t)>;
 
   // Starts a thread that watches `lanes`, which must outlive the watchdog.
@@ -32,7 +31,7 @@ class Watchdog {
   ~Watchdog();
   // Throws if a wait has failed.
   void check() const;
-  // Returns when no lane waits any more, or a wait has failed. Afterwards, freeing memory of the lanes cannot hang.
+  // Returns once no work is pending on any lane, or a wait has failed. Freeing memory of the lanes then cannot hang.
   void drain();
 
  private:
@@ -44,8 +43,8 @@ class Watchdog {
   Describe describe_;
   GiveUp give_up_;
   c10::DeviceIndex device_;
-  // The watchdog's own stream. Operations after a hanging one in a hardware queue never run, and streams of equal
-  // priority share queues. So it has the GPU's highest priority. If a GPU has many, no stream of torch's pool has this.
+  // The watchdog's own stream. Streams of equal priority share hardware queues, and operations after a hanging one in a
+  // queue never run. So it has the GPU's highest priority, which streams of torch's pool do not have if a GPU has many.
   cudaStream_t stream_ = nullptr;
   std::atomic<bool> failed_{false};
   std::string message_;  // written once, before failed_

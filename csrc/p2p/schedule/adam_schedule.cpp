@@ -17,7 +17,7 @@ Span part_of(const Span& whole, const AdamPart& part, int64_t width) {
   return whole.empty() ? Span{} : Span{whole.begin + part.begin * width, whole.begin + part.end * width};
 }
 
-// Cuts item `i` into parts, none of which overwrites its own gradients. `writes`: whether the item is copied.
+// Cuts item `i` into parts, none of which overwrites its own gradients. `writes`: whether the step writes the copy.
 std::vector<AdamPart> cut(size_t i, const AdamItem& item, bool writes) {
   const auto numel = item.numel;
   if (!writes || !item.gradient.overlaps(item.copy)) return {{i, 0, numel, writes}};
@@ -35,7 +35,6 @@ std::vector<AdamPart> cut(size_t i, const AdamItem& item, bool writes) {
   return parts;
 }
 
-// Which parts wait until which other parts have been read.
 struct Dependencies {
   std::vector<std::vector<size_t>> frees;  // by part: the parts that wait for it
   std::vector<size_t> waits;  // by part: the number of parts for which it waits
@@ -64,7 +63,7 @@ Dependencies find_dependencies(const std::vector<AdamItem>& items, const std::ve
   return found;
 }
 
-// Distributes parts over rounds. Clears `writes` of one part of each cycle.
+// Distributes parts over rounds. If parts form a cycle, clears `writes` of one of them.
 std::vector<std::vector<AdamPart>> into_rounds(std::vector<AdamPart>& parts, Dependencies dependencies) {
   auto& [frees, waits] = dependencies;
   std::vector<std::vector<AdamPart>> rounds;

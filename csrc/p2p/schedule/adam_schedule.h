@@ -5,11 +5,11 @@
 // placed in the memory of these copies (grad_placement.h). So the step may write a copy only after it has read the
 // gradients at the copy's place. The schedule cuts parameters into parts, and distributes the parts over rounds, which
 // run one after the other. The gradients that a part's copy overwrites are all read in earlier rounds.
-//   - A gradient may overlap the copy of its own shard. Gradients have 4 bytes an element, and such a copy 2. So for
-//     one fixed element, copy and gradient have the same address; the copy of any other element overwrites the gradient
-//     of the element half way to the fixed one. Parts grow with their distance from the fixed element, so that each
-//     part overwrites only gradients of parts nearer to it. The copy of the first part, around the fixed element, is
-//     cast from the main parameter after all rounds. So is all of a copy with 4 bytes an element.
+//   - A gradient may overlap the copy of its own shard. Gradients have 4 bytes an element, and the copy usually 2. So
+//     copy and gradient of one fixed element have the same address; the copy of any other element overwrites the
+//     gradient of the element half way to the fixed one. Parts grow with their distance from the fixed element, so that
+//     each part overwrites only gradients of parts nearer to it. The copy of the first part, around the fixed element,
+//     is cast from the main parameter after all rounds. So is all of a copy with 4 bytes an element.
 //   - If parts form a cycle, in which each overwrites the gradient of the next, one copy is also cast after all rounds.
 //   - If a gradient that this step does not read is at a copy's place, only the next refresh writes the copy.
 #pragma once
@@ -20,7 +20,7 @@
 
 namespace zcompile {
 
-// Bytes [begin, end). Empty: there is no such memory, or it is not in the cache.
+// Bytes [begin, end). Empty: the copy or gradient does not exist.
 struct Span {
   int64_t begin = 0, end = 0;
 
@@ -33,7 +33,6 @@ inline Span span_of(const void* begin, int64_t bytes) {
   return {address, address + bytes};
 }
 
-// One parameter.
 struct AdamItem {
   int64_t numel;
   Span gradient;  // 4 bytes an element
@@ -50,7 +49,7 @@ struct AdamPart {
 struct AdamSchedule {
   std::vector<std::vector<AdamPart>> rounds;
   std::vector<AdamPart> casts;  // parts whose copies are cast after all rounds
-  std::vector<bool> is_copied;  // by item: whether the step writes its copy
+  std::vector<bool> is_copied;  // by item: whether the step, or a cast after it, writes its copy
 };
 
 // `others` are gradients that the step does not read. No two gradients overlap, and no two copies.

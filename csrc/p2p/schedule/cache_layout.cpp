@@ -8,7 +8,6 @@ namespace zcompile {
 
 namespace {
 
-// Places the shard at or after `end`.
 ShardPlace place_behind(int64_t end, size_t shard, int64_t bytes, int64_t world) {
   ShardPlace place{shard};
   place.offset = end;

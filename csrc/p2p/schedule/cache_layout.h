@@ -1,15 +1,15 @@
-// The layout of cached shards (p2p/shard_cache.h) in one buffer, and the groups in which a refresh writes them. Plain
-// C++, so that tests run on a CPU. Every rank computes the same layout.
+// The layout of cached shards (p2p/shard_cache.h) in one buffer, the same on all ranks, and the groups in which a
+// refresh writes them. Plain C++, so that tests run on a CPU.
 //
 // [Note: layout of cached shards]
 // A large cached shard is mapped a second time, as this rank's piece of the unsharded parameter (p2p/aliased_params.h).
 // There, the piece may begin in the middle of a page, but only whole pages can be mapped. So in the buffer, the cached
-// shard has the same alignment: its head, the bytes before the first whole page, ends at a page boundary. The size of
-// the head differs between ranks, but the first whole page has the same offset on all ranks. The driver maps a block of
-// memory only as a whole. So the pages that are whole on every rank form a block, and the bytes between form others.
+// shard has the same alignment: its head, the bytes before the first whole page, ends at a page boundary. The head's
+// size differs between ranks, but the first whole page has the same offset on all ranks. The driver maps only whole
+// blocks of memory. So the pages that are whole on every rank form one block, and the bytes between them form others.
 //
-// Large shards that backward does not gather are at the end of the buffer. Their memory is free when backward begins,
-// so gradients are placed from the end (grad_placement.h). All other shards are before them.
+// Large shards that backward does not gather are at the end of the buffer: their memory is free when backward begins,
+// and gradients are placed from the end (grad_placement.h).
 #pragma once
 
 #include <cstddef>
@@ -20,9 +20,8 @@
 namespace zcompile {
 
 // The driver's page: the unit in which memory is mapped.
-constexpr int64_t page_bytes = 2 << 20;  // the granularity of H100 and H200; a device with a larger one is refused
+constexpr int64_t page_bytes = 2 << 20;  // as on H100 and H200; a device with larger pages is refused
 
-// The nearest page boundary at or below, and at or above.
 constexpr int64_t page_below(int64_t bytes) { return bytes / page_bytes * page_bytes; }
 constexpr int64_t page_above(int64_t bytes) { return page_below(bytes + page_bytes - 1); }
 
@@ -39,18 +38,18 @@ constexpr bool has_pages(int64_t bytes) {
 // Returns the bytes before the first whole page of the piece of `rank` in the unsharded parameter; pieces have `bytes`.
 int64_t head_bytes(int64_t bytes, int64_t rank);
 
-// The place of one shard. On each rank, its bytes begin at `offset` minus the head.
+// The place of one shard. On each rank, the shard begins at `offset` minus its head.
 struct ShardPlace {
-  size_t shard;  // index in the argument of `lay_out`
+  size_t shard;  // index in `shards` of `lay_out`
   int64_t offset = 0;
-  int64_t end = 0;  // the furthest end of any rank's shard
+  int64_t end = 0;  // the highest end of the shard on any rank
   int64_t mapped_bytes = 0;  // of the pages that are whole on every rank
-  std::optional<size_t> block;  // index of the block of these pages
+  std::optional<size_t> block;  // index of the block of these pages; empty: the shard is too small to be mapped again
 };
 
 struct CacheLayout {
   std::vector<ShardPlace> places;  // in order of their offsets
-  std::vector<int64_t> block_bytes;  // sizes of the blocks, one after the other
+  std::vector<int64_t> block_bytes;  // sizes of the blocks, in the order of their offsets
 };
 
 struct ShardToPlace {
@@ -64,7 +63,7 @@ CacheLayout lay_out(const std::vector<ShardToPlace>& shards, int64_t world);
 constexpr uint32_t refresh_groups = 16;  // gathers may read a group of shards once a refresh has written the group
 
 // Returns for each shard the group in which a refresh writes it. `shard_bytes`: sizes, in the order of gathers. Small
-// shards are in the first groups, even if added later, because the compute stream waits for them (cache_pulls.h).
+// shards are in the first groups, because the compute stream waits for them (cache_pulls.h).
 std::vector<uint32_t> group_for_refresh(const std::vector<int64_t>& shard_bytes);
 
 }  // namespace zcompile

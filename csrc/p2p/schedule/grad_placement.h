@@ -8,12 +8,13 @@
 //   - The previous backward shows which gather of a shard is the last. If a dead shard is gathered again, every rank
 //     gathers it by c10d, even a rank where no gradient overwrote it: ranks agree on which shards are dead, but not on
 //     the gradients in their places, and no rank may decide alone whether to join a collective.
-//   - If the previous backwards of two ranks differed, one could read a gradient in place of the other's shard. So
-//     ranks compare a hash of the last gathers (`learned`), and raise if it differs.
+//   - If the previous backwards of two ranks differed, one could overwrite a shard that the other still gathers. So at
+//     each refresh, ranks compare a hash of the last gathers (`learned`); if it differs, they wait until the watchdog
+//     raises.
 //   - A rank that takes part in reduce n has completed all gathers for which its program waits before reduce n. So
 //     reduce n may write over a shard if every rank waits for the shard's last gather before reduce n.
 //   - This rank may still read the shard itself, as its piece of the unsharded parameter (p2p/aliased_params.h). Then
-//     the gradient gets memory of its own, and the next gradient may use the place.
+//     the gradient gets memory of its own.
 #pragma once
 
 #include <cstddef>
@@ -26,47 +27,44 @@ namespace zcompile {
 
 class GradPlacement {
  public:
-  // The place of a shard, in bytes.
   struct Extent {
-    int64_t begin, end;
+    int64_t begin, end;  // bytes
   };
 
   GradPlacement() = default;
-  // `shards` are the places of all shards in a buffer of `bytes`, ascending; other functions take their index.
+  // `shards`: the places of all shards in a buffer of `bytes`, ascending. Other functions take an index in `shards`.
   GradPlacement(std::vector<Extent> shards, int64_t bytes);
 
-  // Called when the cached shards are written again: all are alive, and no gradient is placed. Also discards the counts
-  // of a backward that raised.
+  // Called before the cached shards are written again. Also discards the counts of a backward that raised.
   void refresh();
   // Whether the shard must no longer be gathered from the cache. The same on every rank.
   bool is_dead(size_t shard) const { return shard >= alive_; }
   void start_gather(size_t shard);
   void finish_gather(size_t shard, bool in_backward);
-  // Called if a dead shard is gathered again. The shard does not count as dead in the next backward.
+  // Called if a dead shard is gathered again, by c10d. The shard does not count as dead in the next backward.
   void gather_elsewhere(size_t shard);
   void count_reduces(int64_t count) { reduces_ += count; }
-  // Returns the offset in the buffer at which to place a gradient of `bytes`, whose reduce is not counted yet. Empty if
-  // dead shards have no room, or if this rank still reads a shard there (`is_in_use`, by index).
+  // Returns the offset in the buffer at which to place a gradient of `bytes`, before its reduce is counted. Empty if
+  // dead shards have no room, or if this rank still reads a shard there (`is_in_use`, by the shard's index).
   std::optional<int64_t> place(int64_t bytes, const std::function<bool(size_t)>& is_in_use);
-  // `is_caching`: unsharded parameters are cached across microbatches. This backward then gathered only some shards, so
-  // its last gathers are not recorded.
+  // `is_caching`: whether unsharded parameters stay for the next microbatch. If so, the last gathers are not recorded.
   void finish_backward(bool is_caching);
-  // Returns a hash of the last gathers in the previous backward. Ranks must agree on it.
+  // Returns a hash of the last gathers in the previous backward, which must be the same on all ranks.
   size_t learned() const;
 
  private:
   struct Shard {
     Extent extent;
     int64_t in_flight = 0;  // gathers that have started and not been waited for
-    int64_t last_wait = 0;  // number of reduces in this backward before the last wait for a gather of the shard
-    std::optional<int64_t> dead_from;  // `last_wait` of the previous backward
+    int64_t last_wait = 0;  // reduces counted in this backward before it last waited for a gather of the shard
+    std::optional<int64_t> dead_from;  // `last_wait` of the last backward that was recorded
   };
 
   std::vector<Shard> shards_;
   int64_t bytes_ = 0;
-  size_t alive_ = 0;  // number of shards, from the start, that are not known to be dead
+  size_t alive_ = 0;  // shards from this index on are known to be dead
   int64_t placed_from_ = 0;  // offset of the lowest placed gradient
-  int64_t reduces_ = 0;  // number of reduces of this backward
+  int64_t reduces_ = 0;  // counted so far in this backward
 };
 
 }  // namespace zcompile

@@ -1,15 +1,15 @@
 // Decides when cached copies of shards are stale (older than the main parameters). Plain C++, so that tests run on a
-// CPU. It uses only counts of gathers, backwards and writes, so every rank decides alike.
+// CPU. All ranks count the same gathers, backwards and writes, so all decide alike.
 //
 // [Note: when cached copies are stale]
-// Fused kernels of an optimizer do not increase version counters, nor do edits through `.data`. So the cache does not
-// rely on version counters alone to find that main parameters have changed. At a gather, all copies are stale if
+// Fused kernels of an optimizer do not increase version counters, nor do edits through `.data`. So version counters
+// alone do not show that main parameters have changed. At a gather, all copies are stale if
+//   - the version counter of the parameter's main parameter has changed; or
 //   - a backward has ended since the last refresh; or
 //   - outside of backward, the parameter was already gathered since the last refresh as often as one forward gathers
-//     it, so another forward has begun. This number is the fewest gathers between two backwards so far, and at first 1;
-//   - or the version counter of the parameter's main parameter has changed.
-// So each change of main parameters between two forwards is found. While unsharded parameters are cached across
-// microbatches, the first two rules do not apply, because main parameters do not change.
+//     it, so another forward has begun. This number is the fewest gathers between two backwards so far, and at first 1.
+//     The last two rules do not apply while unsharded parameters are cached across microbatches, because main
+//     parameters do not change.
 #pragma once
 
 #include <cstddef>
@@ -21,17 +21,15 @@ namespace zcompile {
 
 class Staleness {
  public:
-  // Adds a copy at its first gather, and returns its number. It has no contents until a refresh.
+  // Adds a copy at its first gather, and returns its number.
   size_t add();
 
   // Whether all copies must be refreshed before a gather of copy `i`. `main_version`: the version counter of its main
   // parameter now; empty if the copy has no contents yet.
   bool is_stale(size_t i, bool in_backward, std::optional<uint64_t> main_version) const;
   void count_gather(size_t i, bool in_backward);
-  // Whether any backward has gathered copy `i`.
   bool is_gathered_in_backward(size_t i) const { return copies_.at(i).in_backward; }
 
-  // `is_caching`: unsharded parameters are cached across microbatches, and main parameters do not change.
   void finish_backward(bool is_caching);
   // Makes all copies stale, because main parameters may have changed.
   void expire() { is_expired_ = true; }
@@ -39,9 +37,8 @@ class Staleness {
 
   // Records that an optimizer step has written copy `i`, from its main parameter at this version.
   void write(size_t i, uint64_t main_version) { copies_.at(i).version = main_version; }
-  // Records the same for a refresh. Returns whether the version has not changed since the last write.
+  // Records that a refresh has written copy `i`. Returns whether the version is that of the last write.
   bool refresh(size_t i, uint64_t main_version);
-  // Records that all copies have been refreshed.
   void finish_refresh();
 
  private:
@@ -49,7 +46,7 @@ class Staleness {
     bool in_backward = false;
     int64_t gathers = 0;  // outside of backward, since a backward ended
     int64_t gathers_since_refresh = 0;  // outside of backward
-    std::optional<int64_t> gathers_of_forward;  // the fewest between two backwards
+    std::optional<int64_t> gathers_of_forward;  // the fewest between two backwards; empty: no backward has ended
     uint64_t version = 0;  // of the main parameter when the copy was written
   };
 
