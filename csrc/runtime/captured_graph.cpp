@@ -22,7 +22,6 @@ bool is_same(const WeakStorage& weak, const at::Tensor& tensor) {
   return storage && storage.get() == tensor.storage().unsafeGetStorageImpl();
 }
 
-// Returns a flat byte tensor that does not own its memory.
 at::Tensor bytes_at(void* address, size_t nbytes, c10::Device device) {
   return at::from_blob(address, {static_cast<int64_t>(nbytes)}, at::TensorOptions(device).dtype(at::kByte));
 }
@@ -233,7 +232,7 @@ std::pair<CapturedGraph::Match, int64_t> CapturedGraph::start_replay(const Tenso
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (inputs_[i].is_copied) in_place[i].reset();
   }
-  // The next two calls may run out of memory, so they precede the effects, which cannot be undone.
+  // These two calls may run out of memory. They precede the effects, which cannot be undone.
   pool_->move_results(in_place, kept_);
   copy_inputs(inputs);
   for (const auto& weak : models_) {

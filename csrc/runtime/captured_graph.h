@@ -1,18 +1,17 @@
 // The memory that captured CUDA graphs read and write: their inputs, and results of replays that the program holds.
 //
 // [Note: results of replays]
-// Every replay writes its results to the same addresses, so the next replay would overwrite results that the program
-// still holds. Therefore each replay returns new tensors over this memory, and `GraphPool` has weak references to their
-// storages. Before a replay of any of its graphs, the pool copies results that still exist to memory of torch's
-// allocator, and puts this memory into the same storages, so tensors and views stay valid. Usually few results still
-// exist, such as the loss of the last training step, and gradients to which the next microbatch adds.
+// Every replay writes its results to the same addresses. So each replay returns new tensors over this memory. Before a
+// replay of any of its graphs, `GraphPool` moves results that still exist to memory of torch's allocator, and puts this
+// memory into the same storages, so tensors and views stay valid.
 //
-// A result of forward that only the inputs of backward reference is not copied, and backward may reuse its memory. A
+// A result of forward that only the inputs of backward reference is not copied: backward may reuse its memory. A
 // forward may not reuse the memory of its inputs, because the program may still read them. Results that existed during
 // the capture of a graph are not copied when this graph is replayed, because its capture could not reuse their memory.
 //
 // [Note: inputs of a captured graph]
-// A replay reads an input in place, at its address in the capture, if the input had the same storage in the call before
+// A replay reads an input in place if the input is a result of the pool's graphs, or had the same storage in the call
+// before the capture (as a parameter has). Other inputs are copied.
 // the capture (as a parameter has), or is a result of the pool's graphs. Other inputs are copied.
 #pragma once
 
@@ -34,7 +33,7 @@ namespace zcompile {
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 using Tensors = std::vector<std::optional<at::Tensor>>;  // empty: the value is not a tensor
 
-// The results of all captured graphs of a device. The graphs share a memory pool.
+// The results of all captured graphs of a device, which share a memory pool.
 class GraphPool {
  public:
   using Kept = std::unordered_map<const void*, size_t>;  // address -> bytes of the result there
@@ -64,39 +63,33 @@ class CapturedGraph {
   using Kept = GraphPool::Kept;
 
  public:
-  // `models` own the parameters that the graph gathers and reduces. `in_place[i]`: whether input i had the same storage
-  // in the call before, so that replays may read it in place.
+  // `models`: owners of the parameters that the graph gathers and reduces. `in_place[i]`: whether input i had the same
+  // storage in the call before, so that replays may read it in place.
   CapturedGraph(
       std::shared_ptr<GraphPool> pool, const std::vector<std::shared_ptr<Model>>& models, const Tensors& inputs,
       const std::vector<bool>& in_place, bool is_backward);
-  // Copies results that still exist to memory of the allocator.
-  ~CapturedGraph();
+  ~CapturedGraph();  // copies results that still exist to memory of torch's allocator
   CapturedGraph(const CapturedGraph&) = delete;
   CapturedGraph& operator=(const CapturedGraph&) = delete;
 
-  // Calls the effects in `before`, device work that cannot be captured, recorded in an uncaptured call of the code.
-  // Then makes the current stream wait for all transfers; the capture's stream must wait for the current stream.
+  // Runs the effects in `before`: device work that cannot be captured, recorded in an uncaptured call of the code. Then
+  // makes the current stream wait for all transfers. The capture's stream must wait for the current stream.
   void prepare_capture(const HostRecording& before);
-  // Returns the inputs with which to call the code for the capture. Called once.
-  Tensors inputs();
+  Tensors inputs();  // with which to call the code for the capture; called once
   // Called when the capture of the current stream has begun. Starts to record the host work of ops (host_effects.h).
   void start_capture();
-  // Ends the recording. Called while the stream is still captured, also after an exception.
-  void end_capture();
+  void end_capture();  // ends the recording; called while the stream is still captured, also after an exception
   void keep_results(const Tensors& results);
-  // `graph` is the driver's executable graph, as a number; 0 on a CPU.
-  void set_executable(uintptr_t graph);
-  // Called after an exception, when the capture of the stream has ended.
-  void abandon_capture();
+  void set_executable(uintptr_t graph);  // the driver's executable graph; 0 on a CPU
+  void abandon_capture();  // called after an exception, once the capture of the stream has ended
 
-  // Whether the graph can be replayed with given inputs, or why not. kOtherMemory: an input that it reads in place has
+  // Whether the graph can be replayed with the inputs, or why not. kOtherMemory: an input that it reads in place has
   // another address. kOtherStaging: its reduces need other staging buffers; see Transport::reduced_pieces.
   enum class Match { kYes, kOtherMemory, kOtherShape, kOtherStaging, kModelGone };
   // If `inputs` match, prepares a replay; otherwise has no effect. The second result is the index of the first input
-  // that differs, or -1. Throws errors that the graph's ops would. Not called for the first replay, after the capture.
+  // that differs, or -1. Throws errors that the graph's ops would throw. Not called for the first replay.
   std::pair<Match, int64_t> start_replay(const Tensors& inputs);
-  // Returns the results of the last replay. Called once for each replay.
-  Tensors results();
+  Tensors results();  // of the last replay; called once for each replay
 
  private:
   struct Input {
@@ -140,9 +133,7 @@ HostRecording stop_observing(const std::vector<std::shared_ptr<Model>>& models);
 // Whether `observed` was recorded with the current transports of `models`.
 bool is_of(const HostRecording& observed, const std::vector<std::shared_ptr<Model>>& models);
 
-// Whether a replay would repeat all that the host does for the ops of `model`. It would not while the model caches
-// microbatches, defers reduces, keeps transfers in flight, or records gathers or squares of gradients.
-bool may_replay(const Model& model);
+bool may_replay(const Model& model);  // whether a replay would repeat all that the host does for the ops of `model`
 
 // Finds for each input of compiled code whether it had the same storage and address in the last two calls.
 class LastingInputs {

@@ -30,10 +30,9 @@ namespace {
 std::atomic<std::thread::id> thread_inside;
 
 // Held while a transfer starts. Throws if another thread holds it, because two threads would start transfers in a
-// different order on each rank. NCCL and FSDP2 need the same order on all ranks too, and do not check it.
+// different order on each rank.
 class OneThread {
  public:
-  // `param` and `rank` are for the error.
   OneThread(const std::string& param, int64_t rank) {
     auto none = std::thread::id();
     if (thread_inside.compare_exchange_strong(none, std::this_thread::get_id())) return;
@@ -55,11 +54,10 @@ const char* short_name(at::ScalarType dtype) {
   }
 }
 
-// A named range in the trace of torch.profiler, such as `zcompile::gather blocks.0.up.weight (bf16, 112.0 MiB)`. Costs
-// nothing while no profiler records.
+// A range in the trace of torch.profiler, such as `zcompile::gather blocks.0.up.weight (bf16, 112.0 MiB)`.
 class ProfilerRange {
  public:
-  // `moved_bytes`: the bytes in the name; default: those of all `params` in `dtype`.
+  // `moved_bytes`: the bytes to name; default: those of all `params` in `dtype`.
   ProfilerRange(
       const char* op, c10::ArrayRef<ParamState*> params, at::ScalarType dtype,
       std::optional<int64_t> moved_bytes = std::nullopt)
@@ -156,7 +154,6 @@ ReduceExtras make_extras(ParamState& param, const at::Tensor& gradient) {
   return extras;
 }
 
-// `dtypes[i]`: the dtype in which params[i] is transferred.
 std::vector<at::Tensor> start_gather(
     c10::ArrayRef<ParamState*> params, c10::ArrayRef<at::ScalarType> dtypes, bool only_read) {
   auto& model = model_of(params);
@@ -242,8 +239,8 @@ void gather_wait(const at::Tensor& unsharded) { wait_for(unsharded, "gather_wait
 
 namespace {
 
-// Whether the current backward accumulates into the autograd leaf over the shard of `param`, or returns its gradient. A
-// backward of inputs alone (`autograd.grad(loss, x)`) does neither, but compiled code still reduces the gradient in it.
+// Whether the current backward accumulates into the autograd leaf over the shard of `param`, or returns its gradient.
+// If not, as in `autograd.grad(loss, x)`, compiled code still reduces the gradient, but backward drops it.
 bool takes_gradient(const ParamState& param) {
   const auto* executed = torch::autograd::get_current_graph_task_exec_info();
   if (executed == nullptr || executed->empty()) return true;

@@ -22,19 +22,19 @@ namespace zcompile {
 std::vector<at::Tensor> gather_start(c10::ArrayRef<ParamState*> params, at::ScalarType dtype);
 // Gathers components (see ShardedParam::is_component). `inputs` are this rank's pieces, and may differ in dtype.
 std::vector<at::Tensor> gather_components_start(c10::ArrayRef<ParamState*> components, at::TensorList inputs);
-// Like gather_start, but the runtime may cache the result for the next microbatch, and the transport may own its
-// memory. So callers must not write to the result, reuse its memory, or keep it until main parameters change.
+// Like gather_start, but the runtime may keep the result for the next microbatch, and the transport may own its memory.
+// So callers must not write to the result, reuse its memory, or keep it until main parameters change.
 at::Tensor gather_cached_start(ParamState* param, at::ScalarType dtype);
 void gather_wait(const at::Tensor& unsharded);
-// Called at each gather. In backward, throws if the main parameter has changed since the last forward gathered it, as
-// torch does for saved tensors, because backward would compute with the new values. Earlier forwards are not checked.
+// Called at each gather. In backward, throws if the main parameter has changed since the last forward gathered it,
+// because backward would compute with the new values. Torch does the same for saved tensors.
 void refuse_change_before_backward(ParamState& param);
 std::vector<at::Tensor> reduce_start(c10::ArrayRef<ParamState*> params, at::TensorList grads);
 void reduce_wait(const at::Tensor& pending);
 // Returns rows `indices` of a matrix, with shape [*indices.sizes(), columns].
 at::Tensor gather_rows(ParamState* param, at::ScalarType dtype, const at::Tensor& indices);
 // Sums the gradients `grad` [*indices.sizes(), columns] of each row of an embedding, rounds the sums to `dtype`, and
-// starts to reduce them. The caller ends the reduce with reduce_wait.
+// starts to reduce them. reduce_wait ends the reduce.
 at::Tensor reduce_rows_start(
     ParamState* param, const at::Tensor& grad, const at::Tensor& indices, at::ScalarType dtype);
 

@@ -12,7 +12,6 @@ namespace zcompile {
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl>;
 
-// Returns an empty reference for an undefined tensor.
 inline WeakTensor weak_of(const at::Tensor& tensor) {
   if (!tensor.defined()) return WeakTensor(c10::intrusive_ptr<c10::TensorImpl>());
   return WeakTensor(tensor.getIntrusivePtr());
@@ -24,16 +23,16 @@ inline at::Tensor alive(const WeakTensor& weak) {
   return tensor ? at::Tensor(std::move(tensor)) : at::Tensor();
 }
 
-// In `zcompile.accumulate`, a reduce adds the gradient of earlier microbatches to its mean, in place of a separate
-// addition. The reference to this gradient is weak: a reduce adds no gradient that the program dropped or replaced.
+// In `zcompile.accumulate`, a reduce adds the gradient of earlier microbatches to its mean, which saves an addition.
+// The reference to this gradient is weak: a gradient that the program dropped or replaced is not added.
 class GradAccumulation {
  public:
   // Lets the next reduce add to `gradient`, which is the .grad of `owner` or its local tensor, if `owner` still has
   // this .grad then. Without `owner`, the reduce adds to `gradient` if any reference to it exists.
   void accumulate_onto(const at::Tensor& gradient, const std::optional<at::Tensor>& owner);
 
-  // Returns the earlier gradient, flat, to which the reduce with the result `result` must add. Undefined if there is
-  // none, or outside of backward. Later reduces add to nothing, unless accumulate_onto() is called again.
+  // Returns the earlier gradient, flat, to which the reduce with the result `result` must add, once per
+  // accumulate_onto(). Undefined if there is none, or outside of backward.
   at::Tensor start_reduce(const at::Tensor& result);
 
   // Returns, once, the gradient to which the last reduce added, if that reduce ran in the current backward.
@@ -43,7 +42,6 @@ class GradAccumulation {
   void clear() { *this = {}; }
 
  private:
-  // The gradient to which the next reduce may add.
   struct Accumulated {
     at::Tensor owner;  // its .grad must still be `whole`; undefined: not checked
     WeakTensor whole = weak_of({});
@@ -52,7 +50,6 @@ class GradAccumulation {
     at::Tensor get() const;  // undefined if it was dropped or replaced
   };
 
-  // The gradient to which a reduce added, until take_base().
   struct Base {
     at::Tensor gradient;
     int64_t backward = -1;  // autograd's number of the backward that the reduce ran in
@@ -62,7 +59,7 @@ class GradAccumulation {
   Base base_;
 };
 
-// The sum of squares of one parameter's reduced gradient. The reduce computes it, so a norm reads no gradient again.
+// The sum of squares of one parameter's reduced gradient. The reduce computes it, so a norm reads no gradient.
 class GradSquares {
  public:
   explicit GradSquares(const at::Tensor& shard);
@@ -70,7 +67,7 @@ class GradSquares {
   // Returns the fp64 tensor to which the reduce with the result `gradient` must add the squares of its elements.
   at::Tensor start_reduce(const at::Tensor& gradient);
   // Returns the fp64 tensor whose elements add up to the sum of squares of `gradient`. Empty unless `gradient` is the
-  // result of the only reduce since clear(). The caller must ensure that nothing has written to `gradient` since.
+  // result of the only reduce since clear(). Nothing may have written to `gradient` since.
   std::optional<at::Tensor> squares_of(const at::Tensor& gradient) const;
   // Forgets all reduces. Returns the tensor of squares, which the caller must zero; empty if no reduce added to it.
   std::optional<at::Tensor> clear();

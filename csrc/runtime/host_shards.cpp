@@ -15,7 +15,7 @@ namespace zcompile {
 
 namespace {
 
-// Most bytes of host shards in one transfer. The first gather that reads one of these host shards waits for all.
+// Most bytes of one transfer. The first gather that reads one of its host shards waits for all of them.
 constexpr int64_t bucket_bytes = 64 << 20;
 
 int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
@@ -50,7 +50,6 @@ void HostShards::add(ParamState& param, std::optional<at::ScalarType> dtype) {
       param.shard.numel(), " elements on host ", rank(), ", not ", host.piece.length_of(rank()), ": a zcompile bug");
 }
 
-// Allocates memory for the host shard, unless it already has memory of the right dtype and device.
 void HostShards::make_room(ParamState& param) {
   auto& [piece, dtype, padded, arriving, version, is_stale, is_reduced, takes_sum] = *param.host;
   piece.shard = param.shard;

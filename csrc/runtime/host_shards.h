@@ -6,12 +6,12 @@
 // HSDP. So each rank has a *host shard*: its shard if the parameter were sharded over this host's ranks alone, in the
 // dtype of gathers. Ranks with the same gpu coordinate get it by an all-gather of their main parameters over hosts.
 //
-// Two transfers cross hosts. The first is the all-gather of stale host shards, whose main parameters may have changed:
-// all of them at once, after an optimizer step, else at the first gather that reads a stale one. The second ends each
-// reduce, and may be deferred by `accumulate`: ranks of a host sum gradients, and then reduce-scatter them over hosts.
+// Two transfers cross hosts. Stale host shards, whose main parameters may have changed, are gathered together: after an
+// optimizer step, or otherwise at the first gather that reads one. And each reduce, after the sum over the ranks of a
+// host, ends with a reduce-scatter over hosts, which `accumulate` may defer.
 //
-// Fused optimizers and writes through .data do not increase version counters. So a host shard also becomes stale at the
-// end of a backward that reduced its gradient; in `zcompile.accumulate`, at the end of the `with` block.
+// Fused optimizers and writes through .data do not increase version counters. So a host shard also becomes stale when a
+// backward that reduced its gradient ends, or the `with` block of `zcompile.accumulate`.
 #pragma once
 
 #include <c10/util/ArrayRef.h>
@@ -39,31 +39,31 @@ struct HostShard {
   bool takes_sum = true;  // of the current reduce: see note_reduce
 };
 
-// The host shards of one model, and the transfers between hosts. All ranks with the same gpu coordinate must call each
+// The host shards of one model, and transfers between hosts. All ranks with the same gpu coordinate must call each
 // method, for the same parameters.
 class HostShards : public TransportContext {
  public:
   // `model` owns this object. The model's process group `replicate` has one rank of each host.
   explicit HostShards(TransportContext& model);
 
-  // Adds a host shard, in `dtype`: the main parameter of `param` is this host's piece of it.
+  // Adds the host shard of `param`, in `dtype`. The main parameter is this host's piece of it.
   void add(ParamState& param, std::optional<at::ScalarType> dtype);
   // Marks the host shards of `params` stale, because their main parameters changed.
   void expire(c10::ArrayRef<ParamState*> params);
-  // Called after an optimizer changed the main parameters of `stepped`. Starts to gather all stale host shards.
+  // Starts to gather all stale host shards, after an optimizer changed the main parameters of `stepped`.
   void gather_after_step(c10::ArrayRef<ParamState*> stepped);
   // Makes the current stream (or a CPU) wait for the host shards of `params`, after a gather of stale ones if needed.
   void ready(c10::ArrayRef<ParamState*> params);
   void ready_all() { ready(params_); }
 
-  // Called before a reduce. `takes_sum`: whether to keep the sum if it is deferred: not if backward drops the gradient.
+  // Called before a reduce. `takes_sum`: whether a deferred sum is kept. It is dropped if backward drops the gradient.
   void note_reduce(ParamState& param, bool takes_sum);
   // Marks host shards with reduced gradients stale. Called at the end of a backward, or of `zcompile.accumulate`.
   void expire_reduced();
   // Reduce-scatters deferred `sums`, over the ranks of this host, over hosts. An empty sum stands for zeros.
   std::vector<at::Tensor> reduce_deferred(
       c10::ArrayRef<ParamState*> params, const std::vector<std::optional<at::Tensor>>& sums);
-  // Ends a reduce: reduce-scatters `sum` over hosts into `out`, shaped like the main parameter, or defers this.
+  // Ends a reduce: reduce-scatters `sum` over hosts into `out`, shaped like the main parameter, or defers it.
   void reduce_or_defer(ParamState& param, const at::Tensor& sum, at::Tensor out, const ReduceExtras& extras);
 
  private:

@@ -15,8 +15,8 @@
 
 namespace zcompile {
 
-// One transfer of several tensors, with a wait for each. The first wait waits for all tensors; on a GPU, only the
-// current stream waits. This suffices, because callers wait for all tensors of a transfer on the same stream.
+// One transfer of several tensors, with a wait for each. The first wait() is for all tensors, because callers wait for
+// all tensors of a transfer on the same stream.
 class SharedTransfer {
  public:
   SharedTransfer(std::shared_ptr<Transport> transport, std::unique_ptr<Transfer> transfer)
@@ -46,8 +46,8 @@ class InFlightTable {
   static InFlightTable& instance();
 
   void start(InFlight in_flight);
-  // Removes the transfer into `destination`, and returns it with its model, which the transfer may use. Empty if there
-  // is none, or if its model is being destroyed.
+  // Removes the transfer into `destination`, and returns it with its model. Empty if there is none, or if its model is
+  // being destroyed.
   std::optional<std::pair<std::shared_ptr<Model>, InFlight>> finish(const at::Tensor& destination);
   // Lets gather_wait put `unsharded` into the microbatch cache.
   void cache_on_arrival(const at::Tensor& unsharded, ParamState* param);
@@ -61,7 +61,7 @@ class InFlightTable {
   std::vector<InFlight> take_all_of(const std::weak_ptr<Model>& model, bool with_kept);
 
   std::mutex mutex_;
-  // By the storage of the destination. A cached parameter may be in flight several times.
+  // By the storage of the destination. A parameter in the microbatch cache may be in flight several times.
   std::unordered_multimap<const c10::StorageImpl*, InFlight> in_flight_;
 };
 

@@ -1,4 +1,3 @@
-// Unsharded parameters that stay from one microbatch to the next.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,8 +8,8 @@ namespace zcompile {
 
 struct ParamState;
 
-// A model's microbatch cache. It keeps unsharded parameters, in the order in which their gathers end, until its budget
-// of bytes is spent. An entry is valid until the version counter of its sharded parameter changes.
+// A model's microbatch cache. It keeps unsharded parameters, in the order in which their gathers end, until
+// `budget_bytes` are spent. An entry is valid until the version counter of its main parameter changes.
 class MicrobatchCache {
  public:
   bool is_on() const { return is_on_; }

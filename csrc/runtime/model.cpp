@@ -217,7 +217,7 @@ void Model::note_backward() {
     if (backward_id_ == id) return;
     backward_id_ = id;
   }
-  // These transfers are from a forward or backward that raised: a graph that ends waits for all that it starts.
+  // Abandons transfers of a forward or backward that raised: any other has waited for all that it started.
   InFlightTable::instance().abandon(weak_from_this());
   if (id == -1) return;
   torch::autograd::Engine::get_default_engine().queue_callback(

@@ -32,7 +32,6 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   // Lets main parameters be sharded over hosts; see host_shards.h.
   void spread_over_hosts() { host_shards_ = std::make_unique<HostShards>(*this); }
   HostShards* host_shards() { return host_shards_.get(); }  // null: main parameters are not sharded over hosts
-  // See HostShards; parameters by index.
   void add_host_shard(int64_t index, std::optional<at::ScalarType> dtype) { host_shards_->add(state(index), dtype); }
   void gather_host_shards(const std::vector<int64_t>& stepped) { host_shards_->gather_after_step(states(stepped)); }
   std::vector<at::Tensor> reduce_deferred_over_hosts(
@@ -43,7 +42,7 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   // Watches the version counters of `main_params`, the tensors through which users may write to the shard.
   void watch(int64_t index, const std::vector<at::Tensor>& main_params);
   // Lets assigned_data() find an assignment to `.data` of `parameter`, the DTensor that users see: the shard would not
-  // change. Keeps no reference to the DTensor, because torch.utils.swap_tensors refuses a tensor with other references.
+  // get it. Keeps only its storage, because torch.utils.swap_tensors refuses a tensor with other references.
   void guard_data(int64_t index, const at::Tensor& parameter) { state(index).guarded = parameter.storage(); }
   // Returns the index of the first of `parameters` whose `.data` was assigned to since guard_data(), or -1.
   int64_t assigned_data(at::TensorList parameters) const;
@@ -60,8 +59,7 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   // "loopback"; or, for tests, one of these after "late " or "delayed ". Throws ValueError if this build lacks it.
   void use_transport(const std::string& name, const P2pSettings& settings = {});
 
-  // Calls Transport::prepare_for_graphs of this transport, and of each later one.
-  void prepare_for_graphs();
+  void prepare_for_graphs();  // calls Transport::prepare_for_graphs of the current transport, and of each later one
 
   const std::shared_ptr<Transport>& transport() const { return transport_; }
   ParamState& state(int64_t index) { return *params_.at(index); }
@@ -87,8 +85,7 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   }
 
   Stats stats() { return stats_->get(); }
-  // Unsharded bytes that this model alone gathered and reduced.
-  int64_t own_bytes() const { return own_bytes_; }
+  int64_t own_bytes() const { return own_bytes_; }  // unsharded bytes that this model alone gathered and reduced
   void reset_stats() {
     stats_->reset();
     own_bytes_ = 0;
@@ -101,36 +98,32 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   };
   const std::vector<Part>& parts() const { return *parts_; }
 
-  // Prepares the next gather, for example by refreshing the copies of shards that peers read, so that it starts at
-  // once. Optional; all ranks must call it, or none.
+  // Prepares the next gather; see Transport::refresh. All ranks must call it, or none.
   void refresh() { transport_->refresh(); }
 
-  // A step of AdamW with some parameters of this model, by the transport; see Transport::fused_adam_step.
   bool fused_adam_step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings) {
     return !host_shards_ && transport_->fused_adam_step(requests, settings);
   }
 
-  // From begin_caching() to end_caching(), main parameters must not change. Parameters that gather_cached_start gathers
-  // stay unsharded for later microbatches, up to `bytes` in all. All ranks must call both functions, or none.
+  // From begin_caching() to end_caching(), main parameters must not change, and parameters that gather_cached_start
+  // gathers stay unsharded, up to `bytes` in all. All ranks must call both functions, or none.
   void begin_caching(int64_t bytes) { cache_.begin(bytes); }
   void limit_cache(int64_t bytes) { cache_.limit(bytes); }
   void end_caching();
   MicrobatchCache& cache() { return cache_; }
 
-  // In `zcompile.accumulate`, lets the next reduce of a parameter add to `gradient`, that of earlier microbatches; see
-  // GradAccumulation. The result of the reduce is a new tensor all the same.
+  // Lets the next reduce of a parameter add to `gradient`, that of earlier microbatches; see GradAccumulation.
   void accumulate_onto(int64_t index, const at::Tensor& gradient, const std::optional<at::Tensor>& owner);
   std::optional<at::Tensor> take_base(int64_t index) { return state(index).accumulation.take_base(); }
   bool has_base(int64_t index) { return state(index).accumulation.has_base(); }
 
-  // The deferred part of reduces; the same on all ranks. kReplicas: they sum gradients over the ranks that share the
-  // shards, not over replicas. kReduces: they sum gradients on this rank, until take_unreduced(), and return zeros.
+  // What reduces defer; the same on all ranks. kReplicas: they sum gradients over the ranks that share the shards, not
+  // over replicas. kReduces: they sum gradients on this rank, until take_unreduced(), and return zeros.
   enum class Deferral { kNone, kReplicas, kReduces };
   void defer(Deferral deferral) { deferral_ = deferral; }
   std::optional<at::Tensor> take_unreduced(int64_t index);
 
-  // Lets each later reduce also compute the sum of squares of its result; see GradSquares.
-  void collect_squares();
+  void collect_squares();  // lets each later reduce also compute the sum of squares of its result; see GradSquares
   bool collects_squares() const { return !params_.empty() && params_.front()->squares.has_value(); }
   std::optional<at::Tensor> squares_of(int64_t index, const at::Tensor& gradient);
   void clear_squares();
@@ -144,7 +137,6 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
 
   // Counts an optimizer step with parameters of this model, outside of backward, for the comparison of ranks.
   void count_step();
-  // See OrderLog::of_model.
   const std::vector<std::shared_ptr<OrderLog>>& orders() const { return orders_; }
 
   // Called by every gather and reduce. The first call in a backward, and the first call after it, abandon transfers

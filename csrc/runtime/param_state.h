@@ -2,13 +2,12 @@
 //
 // [Note: who owns a model]
 // Python does. A module references its leaves, each leaf the ShardedModel in Python (zcompile/state/sharded_model.py),
-// and the ShardedModel the Model. The runtime references Python's objects weakly. A Model has the memory of a leaf, but
-// no reference to the leaf: a leaf leads to the Model, and Python's garbage collector does not see a cycle through C++.
+// and the ShardedModel the Model. A Model has the memory of a leaf, but only a weak reference to the leaf, because
+// Python's garbage collector does not see a cycle through C++.
 //
-// So a Model is destroyed with its last leaf. An autograd graph holds leaves, so backward can run after modules are
-// freed. Because the last leaf may be freed during an op, a wait, or the end of a backward, each of these shares the
-// Model. The registry (registry.h) has plain pointers, which ~Model removes under the registry's lock. A lookup shares
-// the Model before it releases this lock, and finds nothing if the Model is being destroyed.
+// So a Model is destroyed with its last leaf, perhaps during an op, a wait, or the end of a backward. So each of these
+// shares the Model. The registry (registry.h) has plain pointers, which ~Model removes under the registry's lock. A
+// lookup shares the Model before it releases this lock, and finds nothing if the Model is being destroyed.
 #pragma once
 
 #include <map>

@@ -28,8 +28,7 @@ class StatsCounter {
  public:
   Stats get();
   void reset();
-  // Counts the storage of `tensor` as unsharded, because the memory of a gather was moved into it.
-  void follow(const at::Tensor& tensor);
+  void follow(const at::Tensor& tensor);  // counts the storage of `tensor` as unsharded, for as long as it has memory
   void count_gather(at::ScalarType dtype, int64_t bytes);  // of a tensor, or of some rows of one
   void count_reduce(at::ScalarType dtype, int64_t bytes);
   void add(int64_t Stats::* count, int64_t bytes);
