@@ -1,6 +1,4 @@
-// Gathers and reduces as collectives of a c10d::ProcessGroup.
-//
-// Every rank must gather and reduce the same parameters in the same order (order_log.h).
+// Gathers and reduces as collectives of a c10d::ProcessGroup. Their order must be the same on all ranks (order_log.h).
 
 #include <ATen/Functions.h>
 
@@ -25,11 +23,9 @@ namespace zcompile {
 
 namespace {
 
-// Why ops cannot be captured; see HostEffects::obstruct.
 constexpr auto nccl_in_graph =
     "NCCL's collectives, because NCCL cannot destroy a communicator while a graph has collectives of it";
 
-// Collectives in flight.
 class C10dTransfer : public Transfer {
  public:
   explicit C10dTransfer(std::vector<Work> works = {}) : works_(std::move(works)) {}
@@ -40,7 +36,6 @@ class C10dTransfer : public Transfer {
   std::vector<Work> works_;
 };
 
-// packed_bytes() of shard_layout.h, for `length` elements of the dtype of `like`.
 int64_t packed_bytes(int64_t length, const at::Tensor& like) {
   return zcompile::packed_bytes(length, static_cast<int64_t>(like.element_size()));
 }
@@ -130,13 +125,13 @@ class C10dTransport : public Transport {
     return start<ReduceRequest>(requests, [&] { return start_reduce(requests); });
   }
 
-  // A native reduce sums in the dtype that is transferred, so this dtype may be wider than that of the gradient.
+  // The backend sums in the dtype that is transferred, so this dtype may be wider than that of the gradient.
   at::ScalarType wire_dtype(const ShardedParam& param, at::ScalarType grad) const override {
     return context_.native_reduce() ? param.reduce_dtype.value_or(grad) : Transport::wire_dtype(param, grad);
   }
 
  private:
-  // Whether the backend's reduce-scatter reduces `param`: not if it is replicated (a scalar), or empty.
+  // Not if the parameter is replicated (a scalar), or empty.
   bool sums_natively(const ShardedParam& param) const {
     return context_.native_reduce() && !param.replicated && param.chunk > 0;
   }
@@ -247,7 +242,6 @@ class C10dTransport : public Transport {
     return padding == 0 ? grad : at::cat({grad.view({-1}), at::zeros({padding}, grad.options())});
   }
 
-  // Sends every rank its slice; receives this rank's slices of all.
   std::vector<Work> exchange(
       c10d::ProcessGroup& ranks, const ShardedParam& param, at::Tensor received, at::Tensor sent) {
     if (param.replicated) return start_all_gather(ranks, received, sent);
@@ -258,7 +252,7 @@ class C10dTransport : public Transport {
     return start_all_to_all(ranks, received, sent, received_splits, sent_splits);
   }
 
-  // Records and starts a collective. If the backend throws, because a rank has ended, adds the parameter to the error.
+  // Records and starts a collective. If the backend throws, because a rank has ended, names the parameter in the error.
   template <typename Request, typename Start>
   std::unique_ptr<Transfer> start(c10::ArrayRef<Request> requests, Start start) {
     const bool is_cuda = requests.front().param->shard.is_cuda();
@@ -302,8 +296,8 @@ void gather_and_wait(c10d::ProcessGroup& replicas, const at::Tensor& rows, const
   wait_for(works);
 }
 
-// Returns the mean of `sum` over replicas. Each replica computes a piece of it, and receives the pieces of the others:
-// at most twice the bytes of `sum`, however many replicas there are.
+// Returns the mean of `sum` over replicas. Each replica computes a piece of it, and receives the pieces of the others.
+// So a replica receives at most twice the bytes of `sum`, however many replicas there are.
 at::Tensor mean_in_pieces(
     TransportContext& context, c10d::ProcessGroup& replicas, const at::Tensor& sum, double divisor) {
   const int64_t count = replicas.getSize(), chunk = (sum.numel() + count - 1) / count;

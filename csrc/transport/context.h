@@ -26,12 +26,10 @@ struct Domain {
   std::optional<double> divisor;  // of summed gradients; default: the number of ranks in the mesh
 };
 
-// This base class has no parameters and counts nothing; the runtime's Model overrides its methods.
 class TransportContext {
  public:
   // `rank` and `world`: this rank's number in the gather group, and the group's size. `native_reduce`: whether the
-  // backend's own reduce-scatter reduces, which sums in its own order and in the dtype that is transferred. `number`:
-  // tells models over the same ranks apart; the same on all these ranks.
+  // backend's own reduce-scatter reduces. `number`: tells models over the same ranks apart, alike on all of them.
   TransportContext(Groups groups, int64_t rank, int64_t world, bool native_reduce, int64_t number, Domain domain)
       : groups_(std::move(groups)),
         rank_(rank),
@@ -49,19 +47,19 @@ class TransportContext {
   bool native_reduce() const { return native_reduce_; }
   int64_t number() const { return number_; }
   int64_t domain() const { return domain_.number; }
-  // The divisor of gradients summed over `replicas` times the ranks that shard.
+  // The divisor of a gradient that is summed over all ranks of `replicas` replicas.
   double divisor(int64_t replicas = 1) const {
     return domain_.divisor.value_or(static_cast<double>(world_ * replicas));
   }
 
   virtual int64_t num_params() const { return 0; }
   virtual const ShardedParam& param(int64_t index) const { TORCH_CHECK(false, "zcompile: no parameter ", index); }
-  // Whether microbatches accumulate (zcompile.accumulate), so that main parameters do not change.
+  // Whether microbatches accumulate (zcompile.accumulate), during which main parameters do not change.
   virtual bool is_caching() const { return false; }
-  // Whether reduces leave out the sum over replicas, which then happens at the end of zcompile.accumulate.
+  // Whether reduces leave out the sum over replicas, which follows at the end of zcompile.accumulate.
   virtual bool defers_replicas() const { return false; }
 
-  // Lets the current stream wait until all host shards may be read; see [Note: host shards] in runtime/host_shards.h.
+  // Makes the current stream wait until all host shards may be read; see runtime/host_shards.h.
   virtual void ready_host_shards() {}
   // Reduce-scatters `sum`, flat and over this host's ranks, over hosts into `out`, shaped like the main parameter.
   virtual void reduce_over_hosts(

@@ -25,8 +25,7 @@ void check(bool succeeded, const char* what) {
   TORCH_CHECK(succeeded, "zcompile: ", what, " failed while ranks shared GPU memory (p2p): ", std::strerror(errno));
 }
 
-// Repeats a system call that a signal has interrupted (EINTR). If a call has a timeout, a signal interrupts it even if
-// the handler was installed with SA_RESTART.
+// Repeats a system call that a signal has interrupted. If the call has a timeout, this happens even with SA_RESTART.
 template <class Call>
 auto despite_signals(const Call& call) {
   auto result = call();
@@ -74,8 +73,7 @@ struct Address {
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&address); }
 };
 
-// Returns the process and user at the other end of a connection: for an accepted connection, those that connected;
-// otherwise, those that listen.
+// Returns the process and user at the other end of a connection.
 ucred credentials_of(const Descriptor& socket) {
   ucred credentials{};
   socklen_t length = sizeof credentials;
@@ -83,7 +81,6 @@ ucred credentials_of(const Descriptor& socket) {
   return credentials;
 }
 
-// Exchanges the names and process ids of all ranks of the group.
 std::vector<DescriptorSockets::Peer> tell_peers(const std::string& group, c10::Device device, const std::string& name) {
   constexpr auto length = static_cast<int64_t>(DescriptorSockets::name_length + sizeof(int64_t));
   const int64_t process = getpid();

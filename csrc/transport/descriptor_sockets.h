@@ -1,9 +1,7 @@
-// Unix sockets over which ranks of one host send each other file descriptors. The CUDA driver shares GPU memory with
-// another process by a file descriptor.
-//
-// The sockets are abstract: they have no path in the file system. Their names are 128 random bits, which ranks exchange
-// over their process group, because another process could bind a name that it can guess. Both ends of a connection ask
-// the kernel whether the other end is a process of the group, and of the same user.
+// Unix sockets over which ranks of one host send each other file descriptors, by which the CUDA driver shares GPU
+// memory between processes. The sockets are abstract: they have no path in the file system. Their names are 128 random
+// bits, which ranks exchange over their process group, because another process could bind a name that it can guess.
+// Both ends of a connection ask the kernel whether the other end is a process of the group, and of the same user.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -44,18 +42,15 @@ class DescriptorSockets {
     std::string name;
     int64_t process;  // its id
   };
-  // Connects to each of `peers`, which are by rank and include this rank. All must already listen.
-  void connect(std::vector<Peer> peers);
-  // Accepts the connections of all peers, which must have connected. Rejects other processes.
-  void accept();
+  void connect(std::vector<Peer> peers);  // in the order of ranks, including this one; all must already listen
+  void accept();  // accepts the connections of all peers, which must already have connected; rejects other processes
   // Connects all ranks of a group; a collective call, which fails on all ranks or on none. Later calls may fail on one
   // rank alone. If that rank then destroys its sockets, the calls of the other ranks fail too.
   static std::unique_ptr<DescriptorSockets> connect_all(
       const std::string& group, c10::Device device, int64_t rank, int64_t world, std::chrono::milliseconds patience);
 
   using Import = std::function<void(int64_t rank, const Descriptor& descriptor)>;
-  // Sends `descriptors`, at most `max_descriptors`, to each peer, and passes those that each peer sends to `import`.
-  // All ranks must send equally many.
+  // Sends `descriptors` to each peer, and passes those that arrive to `import`. All ranks must send equally many.
   void exchange(const std::vector<Descriptor>& descriptors, const Import& import);
 
  private:

@@ -1,5 +1,5 @@
-// Host work of ops, such as the log of the order of collectives. A replay of a CUDA graph calls no ops. So a capture
-// records the host work of each op as a function (an effect), which each replay calls (runtime/captured_graph.h).
+// Host work of ops, such as the log of the order of collectives. A replay of a CUDA graph calls no ops, so a capture
+// records this work of each op as a function (an effect), which each replay calls (runtime/captured_graph.h).
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -14,12 +14,9 @@ namespace zcompile {
 
 struct HostRecording {
   std::vector<std::function<void()>> effects;
-  // Why the code cannot be captured; empty if no reason is known.
-  std::string obstacle;
-  // The transports of the models that ran while effects were recorded.
-  std::vector<std::weak_ptr<const void>> transports;
-  // The executable CUDA graph (CUgraphExec) of a capture; null until it exists.
-  std::shared_ptr<void*> executable = std::make_shared<void*>(nullptr);
+  std::string obstacle;  // why the code cannot be captured; empty: no reason is known
+  std::vector<std::weak_ptr<const void>> transports;  // of the models that ran while effects were recorded
+  std::shared_ptr<void*> executable = std::make_shared<void*>(nullptr);  // CUgraphExec of a capture; null until then
 };
 
 class HostEffects {
@@ -32,7 +29,7 @@ class HostEffects {
     if (mode_ == Mode::kRecord) recording_.effects.emplace_back(std::move(effect));
   }
   // Like note(), for device work that a CUDA graph must not contain, such as a refresh of the shards that peers read.
-  // An uncaptured call before the capture records this work. It runs right before the capture, which then has none.
+  // An uncaptured call records this work, which then runs right before the capture, so that the capture has none.
   template <typename Effect>
   static void prepare(Effect effect) {
     if (mode_ == Mode::kIgnore) return;
@@ -55,9 +52,9 @@ class HostEffects {
   static bool has_prepared() { return mode_ == Mode::kObserve && !recording_.effects.empty(); }
   static bool is_recording() { return mode_ == Mode::kRecord; }
   static const std::shared_ptr<void*>& executable() { return recording_.executable; }
-  // Starts to keep the effects of prepare(), to call them before a capture.
+  // Starts to record the effects of prepare(), which a later capture needs.
   static void observe() { start(Mode::kObserve); }
-  // For tests, which replay a graph by a call of its code: effects are neither called nor recorded until resume().
+  // For tests, which replay a graph by a call of its code: neither calls nor records effects until resume().
   static void ignore() { mode_ = Mode::kIgnore; }
   static void resume() { mode_ = Mode::kNote; }
   static HostRecording stop() {

@@ -37,9 +37,9 @@ struct OnTheirWay {
   }
 };
 
-// Waits until `work` arrives. Returns an empty string, or the error with which end_waits() ended the wait. During this
-// wait, Python's main thread cannot handle signals (Ctrl-C). So wake_waits() interrupts the wait from time to time:
-// this function then lets Python handle signals, throws if a handler raises, and waits again.
+// Waits until `work` arrives. Returns an empty string, or the error with which end_waits() ended the wait. A waiting
+// main thread cannot handle signals (Ctrl-C), so wake_waits() interrupts the wait from time to time. This function then
+// lets Python handle signals, throws if a handler raises, and waits again.
 std::string wait_for_one(const Work& work) {
   auto& all = OnTheirWay::instance();
   const auto begin = std::chrono::steady_clock::now();
@@ -74,7 +74,7 @@ void wait_for_left(const c10d::ProcessGroup& ranks) {
   wait_for(works);
 }
 
-// `received[r]` gets the piece of rank r that is for this rank; `sent[r]` is for rank r.
+// `received[r]` gets this rank's piece from rank r; `sent[r]` is for rank r.
 std::vector<Work> exchange(
     c10d::ProcessGroup& ranks, const std::vector<at::Tensor>& received, const std::vector<at::Tensor>& sent) {
   constexpr int64_t first_tag = 1 << 30;  // messages of users have smaller tags

@@ -3,8 +3,7 @@
 // [Note: messages]
 // If another rank sends more bytes than expected, gloo's collectives end the process, and NCCL's wait. So on CPUs, a
 // collective is a message to each other rank, whose tag is its size. A message of another size never arrives, and the
-// rank waits until ranks are known to differ (order_log.h), which ends waits with an error. Native reduces use gloo's
-// own collectives.
+// rank waits until ranks are known to differ (order_log.h), which ends waits with an error.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,10 +30,10 @@ void wait_for(const std::vector<Work>& works);
 // Stops waiting for `works`. The next collective of their group waits for them; messages keep their memory until then.
 void leave(const std::vector<Work>& works);
 
-// Ends the waits for all messages that are on their way, with an error.
+// Ends the waits for all messages that are on their way, which then throw `error`.
 void end_waits(const std::string& error);
 
-// Lets Python handle signals (Ctrl-C) in a main thread that waits for messages. To be called repeatedly.
+// Lets Python handle signals (Ctrl-C) in a main thread that waits for messages. Python calls this repeatedly.
 void wake_waits();
 
 }  // namespace zcompile

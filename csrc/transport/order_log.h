@@ -1,13 +1,11 @@
 // The order in which this rank starts collectives, and how ranks detect that their orders differ.
 //
 // [Note: order of collectives]
-// Ranks must start the same collectives in the same order; otherwise they hang, or mix up parameters of equal size. To
-// agree on each collective before it starts would cost more than the transfer. So each rank counts the collectives that
-// it starts, and keeps a running hash. All ranks compare counts and hashes before an optimizer step
-// (zcompile/ranks/order_check.py), so that no parameter gets a wrong update. A rank may hang before it reaches a step,
-// so a thread (zcompile/ranks/order_watch.py) also compares with one other rank about every second. If ranks differ,
-// the step, or the next collective, raises on all ranks, and names the collectives of each rank. The p2p transport
-// starts collectives only for means over replicas (p2p/reducer.cpp) and for gathers of uncached parameters.
+// Ranks must start the same collectives in the same order; otherwise they hang, or mix up parameters of equal size. So
+// each rank counts the collectives that it starts, and keeps a running hash. All ranks compare counts and hashes before
+// an optimizer step (zcompile/ranks/order_check.py), so that no parameter gets a wrong update. A rank may hang before
+// it reaches a step, so a thread (zcompile/ranks/order_watch.py) also compares with one other rank about every second.
+// If ranks differ, the step, or the next collective, raises on all ranks, and names the collectives of each rank.
 #pragma once
 
 #include <c10/util/ArrayRef.h>
@@ -76,24 +74,20 @@ class OrderLog {
     int64_t hash;  // of all of them
   };
 
-  // The log of the process group named `group`.
   static std::shared_ptr<OrderLog> of(const std::string& group);
-  // Returns the logs of a model's process groups: of its gather group, if that has several ranks, and of its replicate
-  // group, if it has one.
+  // The logs of a model's gather group, if it has several ranks, and of its replicate group, if there is one.
   static std::vector<std::shared_ptr<OrderLog>> of_model(const TransportContext& model);
 
   // Records the next collective; `name`: of its first parameter. Throws if fail() was called.
   void append(const Collective& next, const std::string& name);
-  // Counts an optimizer step: all ranks must step between the same collectives.
-  void count_step();
-  // Returns the last 64 collectives, and every 256th of earlier ones, by increasing number.
+  void count_step();  // counts an optimizer step, because all ranks must step between the same collectives
+  // Returns the last 64 collectives, and the last 64 of those whose number is a multiple of 256, by increasing number.
   std::vector<Mark> marks() const;
   Digest digest() const;
-  // Makes later append() and check() throw `message`, and ends waits on CPUs. A second call keeps the first message.
+  // Makes later append() and check() throw `message`, and ends waits on CPUs. Keeps the message of the first call.
   void fail(const std::string& message);
   std::string failure() const;  // the message of fail(); empty if it was not called
-  // Throws if fail() was called, because ranks differ in their order.
-  void check() const;
+  void check() const;  // throws if fail() was called
 
  private:
   struct Started {

@@ -22,19 +22,18 @@ struct ShardedParam : ShardLayout {
   std::string name;
   at::Tensor shard;  // this rank's piece, in the dtype of the main parameter; not the autograd leaf over it
   // If main parameters are sharded over hosts: the flat shard from which ranks of one host gather, and of which `shard`
-  // is a piece. Otherwise undefined. See [Note: host shards] in runtime/host_shards.h.
+  // is a piece. Otherwise undefined. See runtime/host_shards.h.
   at::Tensor host_shard;
   std::vector<int64_t> shape;  // of the unsharded parameter
   std::optional<at::ScalarType> reduce_dtype;
-  // The class of the main parameter, if it is a tensor subclass with FSDP2's all-gather hooks; else empty. `shard` then
-  // has no memory: components, the tensors that fsdp_pre_all_gather returns, are gathered in its place.
+  // The class of the main parameter, if it is a tensor subclass with FSDP2's all-gather hooks. `shard` then has no
+  // memory: components, the tensors that fsdp_pre_all_gather returns, are gathered in its place.
   std::string subclass;
-  // Whether this is a component: one of the tensors that fsdp_pre_all_gather makes of a main parameter before each
-  // gather. `shard` then has memory only while a gather starts, so transports cannot keep a copy for the next gather.
+  // Whether this is a component, which fsdp_pre_all_gather makes of a main parameter before each gather. `shard` then
+  // has memory only while a gather starts, so transports cannot keep a copy for the next gather.
   bool is_component = false;
   mutable std::optional<NarrowShard> narrow;  // only if `shard` lies in host memory, which the device reads slowly
-  // Counters of the tensors through which users may write to the shard.
-  std::vector<c10::VariableVersion> main_param_versions;
+  std::vector<c10::VariableVersion> main_param_versions;  // of the tensors by which users write the shard
 
   // Increases with most writes to the shard, but not with those of fused optimizers or through .data.
   uint64_t main_param_version() const {
@@ -44,11 +43,11 @@ struct ShardedParam : ShardLayout {
   }
 
   // Whether peers may read cached copies of the shard in `dtype`. If the main parameter is in host memory, only in the
-  // dtype of `narrow`, its copy on the GPU: for another dtype, each training step would cast from host memory.
+  // dtype of `narrow`: for another dtype, each training step would cast from host memory.
   bool is_cached_in(at::ScalarType dtype) const { return !narrow || narrow->copy.scalar_type() == dtype; }
   // Returns this rank's piece, flat, from which a gather in `dtype` reads.
   at::Tensor source(at::ScalarType dtype) const;
-  // Casts the main parameter to `narrow` on the current stream, if the main parameter has changed since the last time.
+  // Casts the main parameter to `narrow` on the current stream, if the main parameter has changed since the last cast.
   void renew_narrow() const;
 };
 

@@ -1,4 +1,4 @@
-// Process groups by name, collective calls over them, and collectives that start together.
+// Process groups by name, and collective calls over them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,39 +24,37 @@ ProcessGroup resolve_group(const std::string& name);
 // The timeout that the user gave the group's collectives on GPUs.
 std::chrono::milliseconds timeout_of(const std::string& group);
 
-// All-gathers `own`, a tensor of bytes on the host, of one size on all ranks. Returns [ranks, bytes] on `device`.
+// All-gathers `own`, bytes on the host, equally many on all ranks. Returns bytes [ranks, size of `own`] on `device`.
 at::Tensor gather_bytes(const std::string& group, c10::Device device, const at::Tensor& own);
 
-// Calls `attempt` on every rank of the group; a collective call. If `attempt` throws on one rank, this function throws
-// on all: on that rank the same error, on the others an error that names that rank.
+// Calls `attempt` on every rank of the group; a collective call. If `attempt` throws on one rank, throws the same error
+// there, and on all other ranks an error that names that rank.
 void fail_together(const std::string& group, c10::Device device, const std::function<void()>& attempt);
 
-// Returns why NCCL's collectives of this group fail, as torch's watchdog found. Returns an empty string if they work,
-// or if the group was destroyed or has no NCCL.
+// Returns why NCCL's collectives of this group fail, as torch's watchdog found. Empty if they work, or if the group was
+// destroyed or has no NCCL.
 std::string nccl_failure(const std::string& group);
 
 // Creates NCCL's communicators of `groups`, and the connections that all-to-alls over `all_to_all_groups` use; a
-// collective call. Otherwise, the first collectives of training would create them, and abort_nccl() cannot end such a
-// creation if a rank is lost. Here, too, the host waits for other ranks without a timeout that NCCL or torch enforces.
+// collective call. If the first collectives of training created them, and a rank were lost then, abort_nccl() could not
+// end the creation. No timeout of NCCL or torch ends this call either.
 void connect_nccl(const std::set<std::string>& groups, const std::set<std::string>& all_to_all_groups);
 
 // Aborts NCCL's collectives of all these groups on this rank, so that a host that waits for its GPU, which waits for
 // another rank, continues. Their results are wrong, and no more can start. First waits, for 2 s at most, for threads
-// that are starting collectives: NCCL must not free a communicator in use, and torch does not ensure that.
+// that are starting collectives, because NCCL must not free a communicator in use.
 void abort_nccl(const std::set<std::string>& groups);
 
-// The text of an error, without the C++ stack.
-std::string message_of(const std::exception& error);
+std::string message_of(const std::exception& error);  // the text of an error, without the C++ stack
 
 // Views a flat tensor as bytes, so that collectives transfer dtypes that their backend does not know.
 inline at::Tensor as_bytes(const at::Tensor& flat) { return flat.view(at::kByte); }
 
-// While the lock is held, abort_nccl() frees no communicator. Code must hold it while it starts an NCCL collective.
+// Code must hold this lock while it starts an NCCL collective, so that abort_nccl() frees no communicator meanwhile.
 std::shared_lock<std::shared_timed_mutex> keep_communicators();
 
-// Starts several collectives together: with NCCL as one group (torch's startCoalescing). Other backends cannot, so
-// there the caller packs the tensors of several parameters into one collective, to avoid the latency of many. Between
-// the constructor and end(), only collectives may run, so that no other error leaves NCCL's group open.
+// Starts several collectives together: with NCCL as one group (torch's startCoalescing). Other backends start them one
+// by one. Between the constructor and end(), only collectives may run, so that no other error leaves NCCL's group open.
 class CoalescedCollectives {
  public:
   CoalescedCollectives(ProcessGroup group, c10::Device device, size_t count);

@@ -17,12 +17,12 @@ struct ShardLayout {
   constexpr int64_t length_of(int64_t rank) const {
     return replicated ? numel : std::min((rank + 1) * chunk, numel) - offset_of(rank);
   }
-  // Elements of the flat unsharded parameter with padding: an all-gather needs pieces of equal size from all ranks.
+  // Elements of the flat unsharded parameter with padding, because an all-gather needs pieces of equal size.
   constexpr int64_t padded_numel(int64_t world) const { return replicated ? numel : chunk * world; }
 };
 
-// Returns the bytes of a piece in a buffer of pieces of several parameters. Each piece begins at a multiple of 16
-// bytes, so that it can be viewed in any dtype. An empty piece takes 16 bytes, because torch cannot view zero bytes.
+// Returns the bytes of a piece in a buffer that packs pieces of several parameters. Each piece begins at a multiple of
+// 16 bytes, so that it can be viewed in any dtype. An empty piece takes 16 bytes, because torch cannot view zero bytes.
 constexpr int64_t packed_bytes(int64_t length, int64_t element_bytes) {
   constexpr int64_t alignment = 16;
   const auto bytes = std::max<int64_t>(length, 1) * element_bytes;

@@ -16,7 +16,6 @@ namespace zcompile {
 
 namespace {
 
-// Does all of its work when it is waited for.
 class LateTransfer : public Transfer {
  public:
   explicit LateTransfer(std::function<void()> work) : work_(std::move(work)) {}

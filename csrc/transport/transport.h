@@ -26,7 +26,6 @@ class Transfer {
   virtual void wait() = 0;
 };
 
-// Several transfers as one.
 class Transfers : public Transfer {
  public:
   void add(std::unique_ptr<Transfer> transfer) { transfers_.push_back(std::move(transfer)); }
@@ -57,9 +56,9 @@ struct GatherRequest {
 };
 
 // Fills `out` (shaped like the shard) with this rank's slice of the mean of `grad` over ranks, plus `extras.base`. The
-// mean is the sum of the gradients, in rank order and in fp32 or wider, divided by TransportContext::divisor (the
-// number of ranks, or `gradient_divide_factor`). While sums over replicas are deferred, `out` lacks the gradients of
-// other replicas. With native reduces, the backend sums in its own order and in the dtype that is transferred.
+// mean is the sum of the gradients, in rank order and in fp32 or wider, divided by TransportContext::divisor. While
+// sums over replicas are deferred, `out` lacks the gradients of other replicas. With native reduces, the backend sums,
+// in its own order and in the dtype that is transferred.
 struct ReduceRequest {
   const ShardedParam* param;
   at::Tensor grad;
@@ -74,7 +73,7 @@ struct GatherRowsRequest {
   at::Tensor rows;
 };
 
-// A reduce of an embedding's gradient. Equal to a ReduceRequest for zeros to which the rows of `grad` [count, columns]
+// A reduce of an embedding's gradient. It equals a ReduceRequest for zeros to which the rows of `grad` [count, columns]
 // were added, at `indices`, in fp32 and in this order, and which were rounded to `dtype` and then to `wire`.
 struct ReduceRowsRequest {
   const ShardedParam* param;
@@ -96,19 +95,18 @@ struct AdamRequest {
   at::Tensor count;  // scalar: the number of steps, including this one
 };
 
-// Gathers and reduces tensors when its caller asks for it. All ranks of a model use the same transport.
+// Gathers and reduces tensors. All ranks of a model use the same transport.
 class Transport {
  public:
   explicit Transport(TransportContext& context) : context_(context) {}
   virtual ~Transport() = default;
   TransportContext& context() const { return context_; }
   virtual std::string name() const = 0;
-  // Whether the GPU has failed. Every CUDA call then fails, so the transport's memory cannot be freed.
+  // Whether the GPU has failed. Then every CUDA call fails, and the transport's memory cannot be freed.
   virtual bool device_failed() const { return false; }
-  // Bytes of device memory that the transport holds.
-  virtual int64_t bytes() const { return 0; }
-  // Returns the transport's own memory, uninitialised, for an unsharded parameter, flat and padded to equal pieces.
-  // Only the next gather() may write to it. If the result is undefined, the caller must use torch's allocator.
+  virtual int64_t bytes() const { return 0; }  // of device memory
+  // Returns uninitialised memory of the transport for an unsharded parameter, flat and padded to equal pieces. Only the
+  // next gather() may write to it. If the result is undefined, the caller must use torch's allocator.
   virtual at::Tensor make_unsharded(const ShardedParam&, at::ScalarType) { return {}; }
   // Returns an uninitialised gradient, shaped like the shard, for the next reduce().
   virtual at::Tensor make_gradient(const ShardedParam& param);
@@ -116,21 +114,19 @@ class Transport {
   // reduce_dtype; with native reduces, reduce_dtype even if it is wider.
   virtual at::ScalarType wire_dtype(const ShardedParam& param, at::ScalarType grad) const;
 
-  // Start one transfer for all requests; there must be at least one.
+  // Both start one transfer for all requests; there must be at least one.
   virtual std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests) = 0;
   virtual std::unique_ptr<Transfer> reduce(c10::ArrayRef<ReduceRequest> requests) = 0;
 
-  // Gather rows of a matrix, or reduce the gradients of rows. The defaults gather the whole matrix, and reduce a dense
-  // gradient. Both methods add their bytes to the statistics of the context; the caller does not.
+  // Gather rows of a matrix, or reduce the gradients of rows, and add the bytes to the statistics of the context. The
+  // defaults gather the whole matrix, and reduce a dense gradient.
   virtual std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request);
   virtual std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request);
 
-  // Called when this rank has started all reduces of a backward.
-  virtual void finish_backward() {}
-  // Called at the end of `zcompile.accumulate`, after which main parameters may change.
-  virtual void finish_caching() {}
-  // Runs an AdamW step and prepares the next gather, as refresh() does. The step may overwrite gradients whose memory
-  // no other tensor shares. Returns false, without a step, if the caller must run torch's AdamW.
+  virtual void finish_backward() {}  // called when this rank has started all reduces of a backward
+  virtual void finish_caching() {}  // called at the end of zcompile.accumulate: main parameters may change now
+  // Runs an AdamW step and prepares the next gather, as refresh() does. May overwrite gradients whose memory no other
+  // tensor shares. Returns false, without a step, if the caller must run torch's AdamW.
   virtual bool fused_adam_step(c10::ArrayRef<AdamRequest>, const AdamSettings&) { return false; }
   // Prepares the next gather, for example the copies of shards that peers read. All ranks must call it, or none.
   virtual void refresh() {}
@@ -139,14 +135,14 @@ class Transport {
   // Nothing in a graph may wait for work outside of it. So before a capture and before each launch, `enter_graph` makes
   // the current stream wait for all transfers that were started. Between start_capture() and finish_capture(), the
   // transport's own streams are captured together with the current one. After each launch, `leave_graph` makes the
-  // transport's streams wait for the graph. The host work of ops is repeated before each launch (host_effects.h).
+  // transport's streams wait for the graph. The host repeats the host work of ops before each launch (host_effects.h).
   virtual void enter_graph() {}
   virtual void start_capture() {}
   virtual void finish_capture() {}
   virtual void leave_graph() {}
   // reduced_pieces() returns n, the number of pieces of gradients reduced so far. The next piece uses region n %
   // staging_regions of the staging buffers. A graph can be launched only if this remainder is as in its capture.
-  static constexpr uint32_t staging_regions = 3;  // peers write one while this rank sums another; the third is slack
+  static constexpr uint32_t staging_regions = 3;  // one that peers write, one that this rank sums, and a spare one
   virtual uint32_t reduced_pieces() const { return 0; }
   // Lets gradients, and parameters outside of a captured graph, use torch's allocator from now on. A collective call.
   virtual void prepare_for_graphs() {}
@@ -155,15 +151,13 @@ class Transport {
   TransportContext& context_;
 };
 
-// Whether autograd runs a backward on this thread.
-bool in_backward();
+bool in_backward();  // whether autograd runs a backward on this thread
 
-// Collectives of a c10d::ProcessGroup: gloo or NCCL.
-std::unique_ptr<Transport> make_c10d_transport(TransportContext& context);
+std::unique_ptr<Transport> make_c10d_transport(TransportContext& context);  // gloo or NCCL
 
 // Ends a reduce in HSDP. Sums `sum` (flat, a sum over the ranks that share the shards) over replicas, divides it by
 // context.divisor(replicas), and writes it to `out`, or, if `param` has a host shard, this rank's piece of it. On a
-// GPU, it runs on the current stream. Defined in c10d.cpp.
+// GPU, it runs on the current stream.
 void mean_over_replicas(
     TransportContext& context, const ShardedParam& param, const at::Tensor& sum, at::Tensor out,
     const ReduceExtras& extras);
@@ -178,10 +172,10 @@ struct P2pSettings {
 std::unique_ptr<Transport> make_p2p_transport(TransportContext& context, const P2pSettings& settings);
 
 // For tests. Wraps `inner`, so that transfers end as late as possible: an unsharded parameter holds NaN until its wait,
-// and a reduce reads its gradient only in its wait. So too early reads and reuse give wrong numbers.
+// and a reduce reads its gradient only in its wait. Reads and reuse that are too early then give wrong numbers.
 std::unique_ptr<Transport> make_late_transport(std::unique_ptr<Transport> inner);
 
-// For tests. Wraps `inner`, so that the GPU of rank 1 sleeps before and after each start. This must not change results.
+// For tests. Wraps `inner`, so that the GPU of rank 1 sleeps before and after each start. Results must not change.
 std::unique_ptr<Transport> make_delayed_transport(std::unique_ptr<Transport> inner);
 
 // For benchmarks. Moves no bytes, so that only the host time of the runtime is measured.
