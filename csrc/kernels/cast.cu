@@ -1,5 +1,5 @@
-// The cast of many tensors in one launch. Memory bandwidth limits it, so a thread reads four neighbouring elements at a
-// time and has several such reads in flight; a warp then reads and writes whole cache lines in every dtype.
+// The cast of many tensors in one launch. Memory bandwidth limits it, so a thread has several reads of four
+// neighbouring elements in flight.
 
 #include "kernels/kernels.h"
 

@@ -50,7 +50,7 @@ __device__ int64_t place_of(const int64_t* rows, int64_t count, int64_t row) {
   return low;
 }
 
-// Number of elements of one read: 8 if both types have 2 bytes and `width` says that rows are aligned; else `width`.
+// Elements of one read: 8 if both types have 2 bytes and `width` says that rows are aligned; otherwise `width`.
 template <typename In, typename Out, int width>
 constexpr int wide_of = width == vector && sizeof(In) == 2 && sizeof(Out) == 2 ? 2 * vector : width;
 
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(threads) sum_rows_kernel(
     const In* values, const int64_t* rows, const int64_t* order, int64_t count, int64_t columns, Out* sums) {
   constexpr int ahead = width == 1 ? 8 : 32 / width;  // number of gradients read ahead
   const int64_t i = blockIdx.x;
-  // Read all at once, because the latency of one read is as long as all other work of the block.
+  // Read together, because the latency of one read is as long as all other work of the block.
   const auto row = rows[i], before = i > 0 ? rows[i - 1] : -1, after = i + 1 < count ? rows[i + 1] : -1,
              first = order[i];
   if (row < 0 || row == before) return;
@@ -90,8 +90,7 @@ __global__ void __launch_bounds__(threads) sum_rows_kernel(
   }
 }
 
-// Returns the first index of `row` in `sums.rows`, or -1 if `row` is not there. All threads of a warp search together,
-// at 32 indices in each iteration.
+// Returns the first index of `row` in `sums.rows`, or -1 if `row` is not there. All threads of a warp search together.
 __device__ int64_t place_of(const RowSums& sums, int64_t row) {
   int64_t low = 0, high = sums.count;  // the result is the first index in [low, high] not below `row`
   while (low < high) {
@@ -123,8 +122,8 @@ __global__ void __launch_bounds__(threads)
 constexpr int rows_at_once = 8;  // that one CUDA block computes
 
 // Computes for each row the mean over ranks of their sums of its gradients. In each warp, one thread per row finds out
-// whether any rank has a sum for it. Then all threads of the block compute the means of these rows. For most rows, no
-// rank has a sum: they are zeros in `out`, and are written only if there is a `base`, the gradient to add to.
+// whether any rank has a sum for the row. Then all threads of the block compute the means of the rows with sums. Other
+// rows, which are most, are zeros in `out`, and are written only if there is a `base`, the gradient to add to.
 template <typename In, typename Out, bool with_squares, int width>
 __global__ void __launch_bounds__(threads) mean_rows_kernel(
     const __grid_constant__ Pieces spread, int ranks, int64_t has_offset, int own, const RowSums own_sums,

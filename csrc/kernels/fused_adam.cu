@@ -1,5 +1,5 @@
-// An AdamW step that also writes the copies of shards from which peers gather: it has the new parameters in registers.
-// Memory bandwidth limits it: it reads and writes 28 bytes for each element, and the copy.
+// An AdamW step that also writes the copies of shards from which peers gather, because the new parameters are in
+// registers. Memory bandwidth limits it.
 
 #include "kernels/kernels.h"
 

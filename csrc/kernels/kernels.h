@@ -1,5 +1,4 @@
-// Functions that launch the CUDA kernels. This header includes no torch header, because nvcc compiles a source without
-// torch's headers in two seconds, and a source with them in over twenty.
+// Functions that launch the CUDA kernels. Includes no torch header, with which nvcc would take ten times as long.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,7 +23,6 @@ cudaError_t launch_cast(Type from, Type to, const Cast* casts, int count, cudaSt
 
 // --- reduce.cu -------------------------------------------------------------------------------------------------------
 
-// The mean over ranks of their slices of one gradient.
 struct Mean {
   const void* const* rows;  // the slices, one of each of `row_count` ranks
   const void* base;  // added to the mean; null: none
@@ -64,7 +62,7 @@ cudaError_t launch_read_rows(
     cudaStream_t stream);
 
 // Sums gradients of rows: values[order[j]] is a gradient of row rows[j], and `rows` is ascending. For the first i with
-// rows[i] = r, sums[i] is the sum for row r, in fp32, in the order of j, and then rounded. Negative rows are ignored.
+// rows[i] = r, sums[i] becomes the sum for row r, in fp32, in the order of j, and then rounded. Ignores negative rows.
 cudaError_t launch_sum_rows(
     Type in, Type out, const void* values, const int64_t* rows, const int64_t* order, int64_t count, int64_t columns,
     void* sums, cudaStream_t stream);
@@ -76,8 +74,7 @@ cudaError_t launch_spread_rows(
 
 // Computes means over ranks, as launch_mean does, for `count` rows from row `first` on. A rank without a sum for a row
 // counts as zeros. Rank r's sums are in spread.of[r], as launch_spread_rows wrote them, with `has` at byte
-// `has_offset`; those of this rank, `own`, are `own_sums`. If `base` is null, rows without any sum are not written;
-// they must be zeros.
+// `has_offset`; the sums of this rank, `own`, are `own_sums`. If `base` is null, rows without sums must be zeros.
 cudaError_t launch_mean_rows(
     Type in, Type out, const Pieces& spread, int ranks, int64_t has_offset, int own, const RowSums& own_sums,
     int64_t first, int64_t count, int64_t columns, const void* base, void* result, float divisor, double* squares,
@@ -108,17 +105,16 @@ struct Copy {
   size_t bytes;
 };
 
-// Copies by SMs: for small copies, and for drivers without batched copies by copy engines.
+// Copies by SMs: small copies, and all copies with drivers that cannot batch copies by copy engines.
 cudaError_t launch_pull(const Copy* copies, int count, cudaStream_t stream);
 
-// Loads all kernels. Otherwise, the first launch of a kernel would load it and wait for the device, and while a stream
-// hangs, this would block the host, and the watchdog too.
+// Loads all kernels. Otherwise, the first launch of each would load it and wait for the device: while a stream hangs,
+// this would block the host, and the watchdog too.
 cudaError_t load_kernels();
 
-// Ends the context with an error, so that every wait for this device returns an error.
+// Ends the CUDA context with an error, so that every wait for this device returns an error.
 cudaError_t launch_trap(cudaStream_t stream);
 
-// The parts of load_kernels(), one for each file with kernels.
 cudaError_t load_cast_kernels();
 cudaError_t load_reduce_kernels();
 cudaError_t load_embedding_rows_kernels();

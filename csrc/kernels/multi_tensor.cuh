@@ -1,5 +1,4 @@
-// Code that kernels share: vectorised accesses, sums over a CUDA block, one launch for up to `entries` tensors that are
-// cut into tiles, and the loading of kernels.
+// Code that kernels share: vectorised accesses, sums over a CUDA block, launches for many tensors, and loading.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -85,7 +84,6 @@ inline __device__ void add_over_block(double value, double* to) {
   *to += value;
 }
 
-// Returns the index of the entry of `batch` that has tile `tile`.
 template <typename Batch>
 __device__ int entry_of(const Batch& batch, int tile) {
   int low = 0, high = batch.count - 1;  // the last entry that begins at or before the tile
@@ -100,8 +98,8 @@ __device__ int entry_of(const Batch& batch, int tile) {
   return low;
 }
 
-// Calls `launch(batch, tiles)` for each batch of up to `entries` items. A tile has `per_tile` of the size_of(item)
-// elements or bytes of an item. A CUDA block has one tile: with several, memory would be idle between them.
+// Calls `launch(batch, tiles)` for each batch of up to `entries` items. Each tile has `per_tile` of the size_of(item)
+// elements or bytes of an item, and a CUDA block of its own.
 template <typename Batch, typename Item, typename SizeOf, typename Launch>
 cudaError_t in_batches(
     const Item* items, int count, int64_t per_tile, Item (Batch::*member)[entries], SizeOf size_of, Launch launch) {
@@ -144,7 +142,6 @@ void for_all_type_pairs(Run run) {
   }
 }
 
-// Loads kernels before they are launched; see load_kernels().
 class KernelLoader {
  public:
   template <typename Kernel>

@@ -1,7 +1,6 @@
 // The arithmetic of transports: casts before transfers, and means over ranks after them. Sums are in rank order, in
-// fp32 or wider, and round to nearest even on every device; only with `native_reduce` (transport/c10d.cpp) does the
-// backend sum. Two sums are in other files: of rows of embeddings over p2p (embedding_rows.cu), and over replicas if
-// `zcompile.accumulate` defers it (zcompile/training/deferred_reduces.py).
+// fp32 or wider, and round to nearest even on all devices; only with `native_reduce` does the backend sum
+// (transport/c10d.cpp). Over p2p, embedding_rows.cu sums rows of embeddings. training/deferred_reduces.py defers sums.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,8 +15,7 @@ namespace zcompile {
 // Returns the dtype in which gradients that are transferred in dtype `wire` are summed.
 at::ScalarType sum_dtype(at::ScalarType wire);
 
-// Casts from[i] into to[i]. All tensors are contiguous; from[i] and to[i] have the same number of elements. On CUDA,
-// all casts from one dtype to another are one launch.
+// Casts from[i] into to[i], which have equally many elements. All tensors are contiguous.
 void cast(const std::vector<at::Tensor>& from, const std::vector<at::Tensor>& to);
 
 // Optional tensors of a reduce; each may be undefined.
@@ -38,7 +36,7 @@ struct MeanRequest {
   ReduceExtras extras;
 };
 
-// Computes all means. On CUDA, one launch for each pair of dtypes and number of rows.
+// Computes all means. On CUDA, one launch computes several means of the same dtypes and number of rows.
 void mean(const std::vector<MeanRequest>& means, double divisor);
 
 // Gradients of some rows of a matrix, sorted by row.

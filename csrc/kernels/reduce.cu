@@ -1,5 +1,4 @@
-// Means over ranks of slices of many gradients, in one launch. Memory bandwidth limits it, so threads read several
-// elements at a time, as the cast does (cast.cu).
+// Means over ranks of slices of many gradients, in one launch. Memory bandwidth limits it, as it does the cast.
 
 #include "kernels/kernels.h"
 

@@ -1,9 +1,8 @@
-// Types of arguments of kernels. Without torch's headers, for nvcc, and without CUDA's, for builds without CUDA.
+// Types that kernels and builds without CUDA share: no header of torch, for nvcc, and none of CUDA.
 #pragma once
 
 namespace zcompile {
 
-// The hyperparameters of one step of AdamW.
 struct AdamSettings {
   float learning_rate;
   float beta1;
