@@ -1,5 +1,4 @@
-// Python bindings of the runtime: sharded models, captured CUDA graphs, statistics, and, for tests, parts of transports
-// that need no GPU. zcompile/_C.pyi has the types.
+// Python bindings of the runtime, and, for tests, of parts of transports that need no GPU. Types: zcompile/_C.pyi.
 
 #include "kernels/numerics.h"
 #include "p2p/schedule/adam_schedule.h"
@@ -30,7 +29,7 @@ namespace zcompile {
 
 namespace {
 
-// For functions that wait for process groups on the host: other Python threads can run meanwhile.
+// For functions that wait on the host: other Python threads can run meanwhile.
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
 std::map<std::string, int64_t> by_name(const BytesByDtype& bytes) {
@@ -72,10 +71,10 @@ std::set<std::string> names_of(const Groups& groups) {
   return names;
 }
 
-// Destroys a model with the GIL released. A transport's destructor waits for CUDA streams, these may wait for another
-// rank, and that rank for another Python thread of this process. In autograd, the caller may hold no GIL. The model is
-// not destroyed while the interpreter ends, because the wait for a rank that is gone may be endless; nor if the GPU has
-// failed, because torch's symmetric memory would abort the process when it is freed.
+// Destroys a model with the GIL released, because a transport's destructor waits for CUDA streams, these may wait for
+// another rank, and that rank for another Python thread of this process. In autograd, the caller may not hold the GIL.
+// While the interpreter ends, the model is not destroyed, because a wait for a rank that is gone may be endless; nor if
+// the GPU has failed, because torch's symmetric memory would abort the process when it is freed.
 void delete_without_gil(Model* model) {
   if (Py_IsInitialized() == 0 || is_finalizing()) return;
   std::optional<py::gil_scoped_release> released;
@@ -100,7 +99,6 @@ int64_t add_parameter(
   return model.add(std::move(param), shard);
 }
 
-// For tests alone: the schedule of the peer-to-peer transport, which needs no GPU.
 using Pair = std::pair<int64_t, int64_t>;
 
 void bind_cache_schedule(py::module& module) {
@@ -229,7 +227,6 @@ void bind_shard_layout(py::module& module) {
       "For tests: the bytes of one piece where pieces of several parameters are packed.");
 }
 
-// For tests alone: the part of sharing memory between ranks (p2p) that runs on the host and needs no GPU.
 void bind_sharing(py::module& module) {
   py::class_<DescriptorSockets>(
       module, "DescriptorSockets", "For tests: sockets by which ranks of one host give each other file descriptors.")

@@ -35,7 +35,7 @@ at::Tensor call_gather(const at::Tensor& shard, at::IntArrayRef shape, at::Scala
 
 // --- kernels for real tensors ---------------------------------------------------------------------------------------
 
-// In a graph of several models, domains of model i are numbered from i times this; see zcompile/compiler/backend.py.
+// In a graph of several models, the domains of model i have numbers from i times this on; see compiler/backend.py.
 constexpr int64_t domains_of_model = 1 << 16;
 
 std::shared_ptr<ParamState> find_in_domain(const at::Tensor& shard, int64_t domain, const char* op) {
@@ -58,8 +58,8 @@ std::shared_ptr<ParamState> find_with_shape(
 // [Note: writes to an unsharded parameter are lost]
 // A gathered parameter is a copy, so an in-place write to it does not reach the main parameter. Such a write increases
 // the copy's version counter. The runtime keeps this counter after the copy is freed, so the next gather, in eager or
-// compiled code, detects the write and throws. Only this gather throws, because the shard is unchanged. A write through
-// `.data` is not detected, because `.data` has a version counter of its own.
+// compiled code, detects the write and throws. A write through `.data` is not detected, because `.data` has a version
+// counter of its own.
 void refuse_lost_writes(ParamState& param) {
   auto& versions = param.unsharded_versions;
   if (versions.empty()) return;
@@ -108,7 +108,7 @@ std::vector<ParamState*> pointers(const std::vector<std::shared_ptr<ParamState>>
   return result;
 }
 
-// Splits a list of sizes into shapes of dims[i] sizes each, because a schema cannot have a list of shapes.
+// Splits `sizes` into shapes of dims[i] sizes each, because the schema of an op cannot have a list of shapes.
 std::vector<at::IntArrayRef> split_sizes(at::IntArrayRef sizes, at::IntArrayRef dims) {
   std::vector<at::IntArrayRef> shapes;
   size_t begin = 0;
@@ -242,13 +242,13 @@ at::Tensor reduce_wait_meta(const at::Tensor& pending, const at::Tensor& /*grad*
 
 // --- autograd -------------------------------------------------------------------------------------------------------
 
-// The backward of gather: a reduce. It holds the shard only to find the parameter, and does not read its values. So the
-// shard is no SavedVariable, and autograd does not check its version.
+// The backward of gather: a reduce. It uses the shard only to find the parameter. So the shard is no SavedVariable, and
+// autograd does not check its version.
 struct ReduceBackward : public torch::autograd::Node {
   at::Tensor shard;
   int64_t domain = 0;
 
-  // The highest sequence number, as AccumulateGrad has: the engine runs the node as soon as its gradients exist.
+  // With the highest sequence number, as AccumulateGrad has, the engine runs the node as soon as its gradients exist.
   ReduceBackward() : Node(std::numeric_limits<uint64_t>::max()) {}
 
   std::string name() const override { return "ReduceBackward"; }
@@ -258,7 +258,7 @@ struct ReduceBackward : public torch::autograd::Node {
     return {call_reduce(grads[0], shard, domain)};
   }
 
-  // Compiled autograd calls this when it traces the node. Compiled forwards have AOTAutograd's nodes in its place.
+  // Compiled autograd calls this when it traces the node. Compiled forwards do not have this node.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
     TORCH_CHECK(
         false, "zcompile: compiled autograd cannot trace the backward of parameter '", find_param(shard)->name,
@@ -287,8 +287,8 @@ void attach(const at::Tensor& shard, const at::Tensor& unsharded, bool different
   torch::autograd::set_history(unsharded, std::move(node));
 }
 
-// Dispatch keys of torch.func's transforms, which `gather` excludes, because gathered parameters are constants for a
-// transform. A transform would wrap the shard, so that the runtime could not find the parameter by the shard's storage.
+// Dispatch keys of torch.func's transforms, which `gather` excludes. A transform would wrap the shard, so that the
+// runtime could not find the parameter by the shard's storage. Gathered parameters are constants for a transform.
 constexpr c10::DispatchKeySet transforms{
     c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode};
 
@@ -323,28 +323,27 @@ TORCH_LIBRARY(zcompile, library) {
   // Starts a gather. Returns a new tensor that only gather_wait may read, because the transfer still fills it.
   library.def("gather_start(Tensor shard, int[] shape, ScalarType dtype, int domain=0) -> Tensor");
   // Starts a gather whose result the runtime may cache for the next microbatch, so Inductor must not reuse its memory.
-  // No schema can declare this: as an alias of the shard, the result would live as long as the shard. So the lowering
-  // declares it (_freed_but_never_reused in zcompile/compiler/inductor.py).
+  // The lowering declares this (_freed_but_never_reused in zcompile/compiler/inductor.py), because no schema can: as an
+  // alias of the shard, the result would live as long as the shard.
   library.def("gather_cached_start(Tensor shard, int[] shape, ScalarType dtype, int domain=0) -> Tensor");
   // Starts several gathers in one transfer. `sizes`: all shapes, concatenated; `dims`: how many sizes each shape has.
   library.def(
       "gather_group_start(Tensor[] shards, int[] sizes, int[] dims, ScalarType dtype, int domain=0) -> Tensor[]");
-  // Waits for a gather. Returns its result in the same memory; the alias lets Inductor keep it until the last reader.
+  // Waits for a gather. Returns its result in the same memory; the alias makes Inductor keep it until the last reader.
   library.def("gather_wait(Tensor(a) unsharded) -> Tensor(a)");
   // Starts a reduce. Until reduce_wait, the transfer reads `grad` and fills the new tensor that this op returns.
   library.def("reduce_start(Tensor grad, Tensor shard, int domain=0) -> Tensor");
-  // Starts several reduces in one transfer; see reduce_start.
   library.def("reduce_group_start(Tensor[] grads, Tensor[] shards, int domain=0) -> Tensor[]");
   // Returns a new tensor [*indices.shape, columns]: rows of the unsharded parameter, a matrix, in `dtype`.
   library.def("gather_rows(Tensor shard, int[] shape, ScalarType dtype, Tensor indices, int domain=0) -> Tensor");
-  // Reduces the gradient of gather_rows. The result is that of a reduce of zeros [shape], to whose rows `indices` the
-  // rows of `grad` were added, in fp32 and in this order, and rounded to `dtype`. Negative indices are ignored.
+  // Reduces the gradient of gather_rows, as a reduce of zeros [shape], to whose rows `indices` the rows of `grad` were
+  // added, in fp32 and in this order, and rounded to `dtype`. Negative indices are ignored.
   library.def(
       "reduce_rows(Tensor grad, Tensor shard, int[] shape, ScalarType dtype, Tensor indices, int domain=0) -> Tensor");
   library.def(
       "reduce_rows_start(Tensor grad, Tensor shard, int[] shape, ScalarType dtype, Tensor indices, int domain=0) -> "
       "Tensor");
-  // Waits for a reduce. Returns its result in the same memory. Takes `grad` so that its memory is not reused before.
+  // Waits for a reduce. Returns its result in the same memory. Takes `grad`, whose memory must not be reused before.
   library.def("reduce_wait(Tensor(a) pending, Tensor grad) -> Tensor(a)");
 }
 
@@ -384,8 +383,8 @@ TORCH_LIBRARY_IMPL(zcompile, Meta, library) {  // for `gather`, see zcompile/gra
 TORCH_LIBRARY_IMPL(zcompile, Autograd, library) {
   library.impl("gather", gather_autograd);
   library.impl("reduce", reduce_autograd);
-  // Passes insert these ops after AOTAutograd, so the ops need no autograd. Without a fallthrough kernel, each call
-  // would go through a boxed fallback of several microseconds.
+  // Passes insert these ops after AOTAutograd, so the ops need no autograd. A fallthrough kernel saves a boxed fallback
+  // of several microseconds a call.
   for (const auto* op :
        {"gather_start", "gather_cached_start", "gather_wait", "reduce_start", "reduce_wait", "gather_group_start",
         "reduce_group_start", "gather_rows", "reduce_rows", "reduce_rows_start"}) {
