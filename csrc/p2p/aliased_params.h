@@ -3,8 +3,7 @@
 // [Note: aliased parameters]
 // This rank's piece of an unsharded parameter is in GPU memory already: the cached shard (shard_cache.h). The pages
 // that lie wholly inside of this piece are mapped at a second address, beside pages of a pool. An all-gather then
-// copies only the pieces of peers. On two ranks, this halves the memory, and the bytes that an all-gather reads and
-// writes.
+// copies only the pieces of peers. On two ranks, this halves the memory, and the bytes that an all-gather copies.
 //   - Nothing may write to an aliased parameter, because the write would change the cached shard. No refresh may write
 //     the cached shard while the aliased parameter is read. Graphs keep both rules: they only read what
 //     `gather_cached_start` returns, and free it at their end, or at the end of their backward.
@@ -46,8 +45,7 @@ class AliasedParams {
   void release(void* unsharded);
   bool contains(const void* memory);
   bool is_in_use(const void* shard);
-  // Makes the current stream wait for all readers of the memory released so far.
-  void wait_for_readers();
+  void wait_for_readers();  // makes the current stream wait for all readers of the memory released so far
   int64_t pool_bytes();
 
  private:

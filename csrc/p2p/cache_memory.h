@@ -1,5 +1,4 @@
-// The table of cached shards (copies of this rank's shards that peers can read), and their memory. All ranks map this
-// memory, in the same layout (schedule/cache_layout.h).
+// The table of cached shards (copies of this rank's shards that peers can read), and their memory, mapped on all ranks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,8 +28,8 @@ struct CachedShard {
 
   const SharedBlocks* buffer = nullptr;  // null: the copy has no memory yet
   size_t position = std::numeric_limits<size_t>::max();  // index in the first buffer; max: it is in a later buffer
-  int64_t offset = 0;  // bytes, to the first page that can be mapped again; without such pages, to the shard
-  int64_t end = 0;  // bytes, the highest end of the shard on any rank
+  int64_t offset = 0;  // in bytes: where the first page that can be mapped again begins, or a shard without such pages
+  int64_t end = 0;  // in bytes: the highest end of the shard on any rank
   int64_t mapped_bytes = 0;  // of the pages that are whole on every rank
   std::shared_ptr<const Block> block;  // this rank's pages; null: the shard is too small to be mapped again
   uint32_t group = 0;  // the group of shards with which a refresh writes this one (schedule/cache_layout.h)
@@ -52,8 +51,7 @@ class CacheMemory {
 
   CachedShard* find(const ShardedParam& param, at::ScalarType dtype);  // null if `param` was never gathered in `dtype`
   CachedShard& find_or_add(const ShardedParam& param, at::ScalarType dtype, Staleness& staleness);
-  // A copy of `param`, in any dtype, that has memory; null if there is none.
-  CachedShard* find_placed(const ShardedParam& param);
+  CachedShard* find_placed(const ShardedParam& param);  // a copy with memory, in any dtype; null if there is none
 
   // Allocates memory for the shards that have none; a collective call. Returns these shards in order of their offsets.
   std::vector<CachedShard*> place_new(const Staleness& staleness);

@@ -89,8 +89,7 @@ std::vector<Copy> CachePulls::copies_of_own(const CachedShard& shard, char* to) 
 void CachePulls::pull_by_engines(Copies copies, int64_t param, c10::cuda::CUDAEvent& event) {
   const auto& lane_stream = lane().stream();
   await_group(copies.group);
-  // Wait for earlier users of the memory of the unsharded parameters.
-  event.record(c10::cuda::getCurrentCUDAStream());
+  event.record(c10::cuda::getCurrentCUDAStream());  // wait for earlier users of the memory of the unsharded parameters
   event.block(lane_stream);
   if (signals_.start_together() && copies.bytes > min_bytes_for_barrier) {
     signals_.start_pull([this] { return (progress_.refreshes << 16) + ++started_; }, lane(), param);

@@ -1,8 +1,7 @@
 // Copies cached shards (shard_cache.h), this rank's and its peers', into unsharded parameters.
 //
 // Copy engines read ("pull") large shards on streams of their own. A kernel on the compute stream reads small shards,
-// which costs less than a copy on another stream. A gather waits only for the groups of shards that it reads, so it may
-// begin before a refresh has written the other groups.
+// which costs less. A gather waits for a refresh only until the groups of shards that it reads are written.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -48,8 +47,7 @@ class CachePulls {
   c10::cuda::CUDAEvent pull(const std::vector<Pull>& pulls);
   c10::cuda::CUDAEvent read_rows(const GatherRowsRequest& request, const CachedShard& shard);
 
-  // Makes `stream` wait for all pulls issued so far.
-  void finish(const c10::cuda::CUDAStream& stream);
+  void finish(const c10::cuda::CUDAStream& stream);  // makes `stream` wait for all pulls issued so far
   void start_refresh() { arrived_ = started_ = 0; }
   Lane& lane() { return lane_; }
   const c10::cuda::CUDAStream& own_stream() const { return own_; }

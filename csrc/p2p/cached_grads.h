@@ -1,5 +1,4 @@
-// Places gradients in the memory of cached shards (shard_cache.h) that backward no longer gathers; see
-// schedule/grad_placement.h.
+// Places gradients in the memory of cached shards that backward no longer gathers (schedule/grad_placement.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>

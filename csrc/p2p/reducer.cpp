@@ -20,9 +20,8 @@ namespace {
 // A piece is added up only when a matmul ends and frees SMs, so fewer and larger pieces end sooner.
 constexpr int64_t max_region_bytes = 96 << 20;
 
-// Returns the most bytes that a rank pushes to a peer in one piece. This is the size of the largest slice of a gradient
-// (in the main parameter's dtype, or one half as wide) that has at most `most` bytes; or it is `most`, if that size is
-// less than half of `most` and larger slices exist. So nearly all slices fit in one piece, with little staging memory.
+// Returns the most bytes that a rank pushes to a peer in one piece: as many as the largest slice of a gradient needs
+// (in the main parameter's dtype, or one half as wide), or fewer, so that a region has at most max_region_bytes.
 int64_t bytes_of_slot(TransportContext& context) {
   const auto most =
       std::max(max_region_bytes / (context.world() - 1) / copy_alignment * copy_alignment, copy_alignment);
@@ -269,7 +268,6 @@ int64_t Reducer::RowsPiece::has_offset() const {
   return align_copy(most * columns() * static_cast<int64_t>(c10::elementSize(request->wire)));
 }
 
-// Returns how many rows fit into a slot, with a word for each row that says whether the row is present.
 int64_t Reducer::rows_of_slot(int64_t row_bytes) const {
   return (slot_bytes_ - copy_alignment) / (row_bytes + static_cast<int64_t>(sizeof(uint32_t)));
 }

@@ -10,16 +10,15 @@
 //                 signal of every peer; add up in rank order, reading this rank's own slice in place
 // A rank posts "pushed n" after it has added up piece n - 1. So once all ranks have posted "pushed n", the region of
 // piece n - 1 is free. No rank pushes to a region before all ranks have added up the piece there, so no signal is
-// overwritten before its rank has read it. A refresh of the cached shards begins with a barrier, after which all pieces
-// are added up. The next piece then uses the first region, because in a CUDA graph each piece must use the region of
-// its capture.
+// overwritten before its rank has read it. After the barrier that begins a refresh of the cached shards, the next piece
+// uses the first region, because in a CUDA graph each piece must use the region of its capture.
 //
 // [Note: rows of gradients]
 // Most rows of an embedding's gradient are zeros, and are never materialised. Each rank sums the gradients of each row
 // that its batch contains. It writes the sums into the staging buffers of the rows' owners, at their places in a dense
 // gradient, and for each row a word that says whether the row is present. The sizes of pieces do not depend on the rows
-// that a rank has, so all ranks synchronise alike. The owner clears each piece of the reduced gradient after it has
-// sent its own rows: before, its memory may hold a cached shard that a peer still reads (schedule/grad_placement.h).
+// that a rank has, so all ranks synchronise alike. An owner clears a piece of the reduced gradient only after it has
+// sent its rows, when all ranks have started the piece: before, a peer may read a cached shard in the same memory.
 #pragma once
 
 #include <c10/cuda/CUDAEvent.h>
@@ -47,8 +46,7 @@ class Reducer {
   // Whether gradients of `param`, as matrices of `columns` columns, can be cut into pieces between rows.
   bool has_rows(const ShardedParam& param, int64_t columns) const;
   std::unique_ptr<Transfer> reduce_rows(const ReduceRowsRequest& request);
-  // Makes `stream` wait for all reduces that have started.
-  void finish(const c10::cuda::CUDAStream& stream);
+  void finish(const c10::cuda::CUDAStream& stream);  // makes `stream` wait for all reduces that have started
   // Begins with the first region again; a collective call. All ranks must have added up all pieces, on `work`.
   void start_over();
   // Records all events on the current stream, which has waited for all earlier ones; see P2pTransport::fork_streams.

@@ -227,7 +227,7 @@ void ShardCache::refresh() {
   has_begun_ = false;
 }
 
-// Allocates memory for gathered shards that have none. The first such memory may also hold gradients.
+// Allocates memory for gathered shards that have none. Gradients may be placed in the first such memory.
 void ShardCache::make_room() {
   const bool is_first = memory_.buffers().empty();
   auto placed = memory_.place_new(staleness_);
@@ -249,7 +249,7 @@ void ShardCache::begin_refresh() {
 }
 
 void ShardCache::refresh_group(uint32_t group) {
-  // Also for the copies that torch makes of main parameters that are not contiguous.
+  // The guard also covers the copies that torch makes of main parameters that are not contiguous.
   const c10::cuda::CUDAStreamGuard guard(work_.stream());
   std::vector<at::Tensor> from, to;
   for (auto* shard : memory_.shards()) {
@@ -267,7 +267,6 @@ void ShardCache::refresh_group(uint32_t group) {
   progress_.written[group].record(work_.stream());
 }
 
-// Whether an optimizer step has written the copy, and the main parameter has not changed since.
 bool ShardCache::is_written_by_step(CachedShard& shard) {
   const bool same_version = staleness_.refresh(shard.number, shard.param->main_param_version());
   const auto stepped = std::exchange(shard.stepped, std::nullopt);

@@ -1,5 +1,3 @@
-// A cache of shards, in the dtypes in which they are gathered, that peers can read.
-//
 // [Note: the shard cache]
 // Every rank keeps a copy of its shards in each dtype in which they are gathered, in memory that its peers can read. A
 // gather is then a batch of peer-to-peer copies into the final place of the unsharded parameter. A refresh writes all
@@ -33,14 +31,12 @@ class ShardCache {
   ShardCache(
       TransportContext& context, Signals& signals, Reducer& reducer, Lane& work, std::shared_ptr<EventPool> pool);
 
-  // Starts one transfer that gathers those of `requests` whose parameters have a cached copy, and appends the others to
-  // `uncached`. Returns null if no parameter has a copy.
+  // Starts one transfer for the requests with a cached copy; null if none has. Appends the others to `uncached`.
   std::unique_ptr<Transfer> gather(c10::ArrayRef<GatherRequest> requests, std::vector<GatherRequest>& uncached);
   // Starts to gather some rows of a parameter. Returns null if the parameter has no cached copy.
   std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request);
   // Returns memory for the next gather of `param`, flat, padded to equal pieces per rank. This rank's piece in it is
-  // the cached shard, mapped again, so nothing may write to it (aliased_params.h). Returns an undefined tensor if the
-  // caller must allocate the memory and copy this piece too.
+  // the cached shard, so nothing may write to it (aliased_params.h). Undefined if the caller must allocate memory.
   at::Tensor alias(const ShardedParam& param, at::ScalarType dtype);
   // Returns memory for the gradient of `param` in place of shards that this backward gathers no more, or undefined.
   at::Tensor place_gradient(const ShardedParam& param);

@@ -180,8 +180,7 @@ void Signals::start_pull(Number number, Lane& lane, int64_t param) {
 void Signals::append_waits_of_pull(Operations& operations, uint32_t number, Lane& lane, int64_t param) {
   const auto refresh = static_cast<uint16_t>(number >> 16);
   const auto reached = address(lane.reached_address());
-  // The wait's duration counts from this arrival. From the issue, it would also include work that the host issued
-  // before.
+  // The wait's duration counts from this arrival, because the host may have issued the wait long before.
   const auto arrival = lane.arrive();
   operations.push_back(write_operation(reached, arrival));
   if (static_cast<int16_t>(refresh - resume_) >= 0) {

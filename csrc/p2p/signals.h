@@ -1,11 +1,9 @@
-// Signals and barriers by which ranks synchronise on the device, without the host.
-//
 // [Note: signals on the device]
 // Every rank has a word for each signal and each peer, in memory that all ranks map. To post a signal, a rank writes a
 // number into its word on every peer. To wait, a stream of a peer waits until the word has reached the number. Both are
 // operations of cuStreamBatchMemOp, which takes no SM and does not block the host. A barrier is a post and a wait in
 // one call. Every rank posts a number before it waits for the same number, so streams that share a hardware queue
-// cannot deadlock. If a peer never posts, the watchdog (watchdog.h) ends the wait.
+// cannot deadlock. If a peer never posts, the watchdog (watchdog.h) raises, or ends the wait.
 //
 // [Note: transfers that ranks start together]
 // Rank r copies from (or to) rank r + 1, then r + 2, and so on. If all ranks start together, each peer serves one rank
@@ -15,8 +13,7 @@
 //
 // The barrier before a pull only serves speed. A peer may not reach it, because it runs a different graph or compiles.
 // Then the watchdog ends the wait after half a second, without an error, and this rank skips barriers before pulls
-// until the next refresh of the shard cache. If it gives up a barrier after that refresh too, it skips them for two
-// refreshes, then for four, and so on.
+// until the next refresh of the shard cache. Each time in a row that this happens, it skips twice as many refreshes.
 //
 // [Note: signals in a CUDA graph]
 // A captured post, wait or barrier is a node of the graph, which holds the numbers of the capture. Before each replay,
@@ -42,8 +39,7 @@
 
 namespace zcompile::cuda {
 
-// The index of a signal. There is one for each kind, and one "pushed" for each region of staging (reducer.h).
-using Signal = int;
+using Signal = int;  // the index of a signal: one for each kind, and one "pushed" for each region of staging
 namespace signal {
 constexpr Signal done_reading = 0, refreshed = 1, pulling = 2, pushing = 3, clearing = 4, pushed = 5;
 }
@@ -60,8 +56,7 @@ constexpr uint32_t tag(uint32_t number, size_t what) {
   return number << 16 | ((what ^ what >> 16 ^ what >> 32 ^ what >> 48) & 0xffff);
 }
 
-// Computes the number of a signal, when the signal is issued and before each replay of a graph.
-using Number = std::function<uint32_t()>;
+using Number = std::function<uint32_t()>;  // computes a signal's number, at its issue and before each replay of a graph
 
 class Signals {
  public:

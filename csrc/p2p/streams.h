@@ -25,8 +25,7 @@ namespace zcompile::cuda {
 // streams delay them, returns the first one. Waits for the device.
 c10::cuda::CUDAStream take_quiet_stream();
 
-// Waits on the host, for at most `time`, until all work on `stream` is done or has failed. Returns false if `time`
-// passed.
+// Waits on the host until all work on `stream` is done or has failed. Returns false if that takes longer than `time`.
 bool ends_within(cudaStream_t stream, std::chrono::milliseconds time);
 
 // Events for reuse. Transfers share the pool, because they may outlive the transport.
@@ -42,8 +41,7 @@ class EventPool {
   std::vector<c10::cuda::CUDAEvent> free_;
 };
 
-// A transfer that ends with an event. If `wait` was not called, the destructor waits for the event, because torch would
-// otherwise reuse memory to which the transfer still writes.
+// A transfer that ends with an event. Its destructor waits too: torch could reuse memory that is still written.
 class EventTransfer : public Transfer {
  public:
   EventTransfer(std::shared_ptr<EventPool> pool, c10::cuda::CUDAEvent event);

@@ -9,8 +9,7 @@
 
 namespace zcompile::cuda {
 
-// Memory of equal size on every rank of a group, which all ranks can read and write. The constructor is a collective
-// call, and zeroes the memory.
+// Zeroed memory of equal size on all ranks of a group, which all can read and write. Made by a collective call.
 class SymmetricBuffer {
  public:
   SymmetricBuffer(const std::string& group, c10::Device device, int64_t bytes);

@@ -172,8 +172,8 @@ class P2pTransport : public Transport {
         has_warned_ = true;
         std::fprintf(
             stderr,
-            "zcompile: rank %s gathers '%s', and another rank did not in time, for example because it compiles. This "
-            "rank goes on without waiting for it. Results are right, but gathers are slower for some steps.\n",
+            "zcompile: rank %s gathers '%s', but another rank did not gather it in time, for example because it "
+            "compiles. This rank goes on without waiting. Results are right, but gathers are slower for some steps.\n",
             std::to_string(context_.rank()).c_str(), context_.param(overdue.wait.param).name.c_str());
       }
       return gave_up != Signals::GaveUp::no;

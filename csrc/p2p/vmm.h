@@ -1,5 +1,4 @@
-// Physical memory and addresses, separated by the CUDA driver's virtual memory management. A block of physical memory
-// can be mapped at several addresses at once, in this process and in those of peers.
+// Physical memory that can be mapped at several addresses at once, in this process and in those of peers.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -45,8 +44,7 @@ class AddressRange {
   AddressRange& operator=(const AddressRange&) = delete;
 
   void map(int64_t offset, std::shared_ptr<const Block> block);
-  // Lets `device` read and write the mapped blocks.
-  void open(c10::Device device);
+  void open(c10::Device device);  // lets `device` read and write the mapped blocks
   char* begin() const { return reinterpret_cast<char*>(begin_); }
   int64_t bytes() const { return bytes_; }
 

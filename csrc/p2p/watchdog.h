@@ -20,17 +20,15 @@ namespace zcompile::cuda {
 
 class Watchdog {
  public:
-  // Returns the message of an error. It may use the stream, which is the watchdog's own. If the stream is null, it must
-  // not call CUDA, because CUDA calls do not return.
+  // Returns the message of an error. It may use the stream, unless that is null: then CUDA calls do not return.
   using Describe = std::function<std::string(const PeerWait&, cudaStream_t)>;
-  // Ends a wait that has lasted too long, by work on the stream, if its lane can go on. Returns whether it did.
+  // Ends a wait that lasts too long if its lane can go on without the peer. Returns whether it did. May use the stream.
   using GiveUp = std::function<bool(const Lane::Overdue&, cudaStream_t)>;
 
   // Starts a thread that watches `lanes`, which must outlive the watchdog.
   Watchdog(std::vector<Lane*> lanes, std::chrono::milliseconds timeout, Describe describe, GiveUp give_up);
   ~Watchdog();
-  // Throws if a wait has failed.
-  void check() const;
+  void check() const;  // throws if a wait has failed
   // Returns once no work is pending on any lane, or a wait has failed. Freeing memory of the lanes then cannot hang.
   void drain();
 

@@ -19,8 +19,7 @@
 
 namespace zcompile {
 
-// The driver's page: the unit in which memory is mapped.
-constexpr int64_t page_bytes = 2 << 20;  // as on H100 and H200; a device with larger pages is refused
+constexpr int64_t page_bytes = 2 << 20;  // the driver's page on H100 and H200; a device with larger ones is refused
 
 constexpr int64_t page_below(int64_t bytes) { return bytes / page_bytes * page_bytes; }
 constexpr int64_t page_above(int64_t bytes) { return page_below(bytes + page_bytes - 1); }
@@ -29,7 +28,7 @@ constexpr int64_t copy_alignment = 512;  // bytes: whole lines for the copy engi
 
 constexpr int64_t align_copy(int64_t bytes) { return (bytes + copy_alignment - 1) / copy_alignment * copy_alignment; }
 
-// Whether a shard of `bytes` is large enough to be aligned to pages and mapped again.
+// Whether a shard of `bytes` is aligned to pages and mapped again.
 constexpr bool has_pages(int64_t bytes) {
   constexpr int64_t min_bytes = 4 << 20;
   return bytes >= min_bytes;

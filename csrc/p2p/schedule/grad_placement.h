@@ -1,5 +1,3 @@
-// Places gradients in the memory of cached shards during backward.
-//
 // [Note: gradients in the place of dead shards]
 // A cached shard (the copy from which peers gather, p2p/shard_cache.h) is dead from its last gather in backward until
 // the next refresh writes it again. Gradients live from about then until the optimizer step. So gradients use the
@@ -8,13 +6,11 @@
 //   - The previous backward shows which gather of a shard is the last. If a dead shard is gathered again, every rank
 //     gathers it by c10d, even a rank where no gradient overwrote it: ranks agree on which shards are dead, but not on
 //     the gradients in their places, and no rank may decide alone whether to join a collective.
-//   - If the previous backwards of two ranks differed, one could overwrite a shard that the other still gathers. So at
-//     each refresh, ranks compare a hash of the last gathers (`learned`); if it differs, they wait until the watchdog
-//     raises.
+//   - If the previous backwards of two ranks differed, one could overwrite a shard that the other still gathers. So a
+//     refresh compares the ranks' hashes of the last gathers (`learned`). If they differ, the watchdog raises.
 //   - A rank that takes part in reduce n has completed all gathers for which its program waits before reduce n. So
 //     reduce n may write over a shard if every rank waits for the shard's last gather before reduce n.
-//   - This rank may still read the shard itself, as its piece of the unsharded parameter (p2p/aliased_params.h). Then
-//     the gradient gets memory of its own.
+//   - While this rank still reads the shard, as a piece of the unsharded parameter, gradients get other memory.
 #pragma once
 
 #include <cstddef>
@@ -49,8 +45,7 @@ class GradPlacement {
   std::optional<int64_t> place(int64_t bytes, const std::function<bool(size_t)>& is_in_use);
   // `is_caching`: whether unsharded parameters stay for the next microbatch. If so, the last gathers are not recorded.
   void finish_backward(bool is_caching);
-  // Returns a hash of the last gathers in the previous backward, which must be the same on all ranks.
-  size_t learned() const;
+  size_t learned() const;  // hash of the last gathers in the previous backward, which must be the same on all ranks
 
  private:
   struct Shard {

@@ -8,8 +8,8 @@
 //   - a backward has ended since the last refresh; or
 //   - outside of backward, the parameter was already gathered since the last refresh as often as one forward gathers
 //     it, so another forward has begun. This number is the fewest gathers between two backwards so far, and at first 1.
-//     The last two rules do not apply while unsharded parameters are cached across microbatches, because main
-//     parameters do not change.
+//
+// The last two rules do not apply while unsharded parameters are cached across microbatches.
 #pragma once
 
 #include <cstddef>
@@ -21,8 +21,7 @@ namespace zcompile {
 
 class Staleness {
  public:
-  // Adds a copy at its first gather, and returns its number.
-  size_t add();
+  size_t add();  // adds a copy at its first gather, and returns its number
 
   // Whether all copies must be refreshed before a gather of copy `i`. `main_version`: the version counter of its main
   // parameter now; empty if the copy has no contents yet.
@@ -31,8 +30,7 @@ class Staleness {
   bool is_gathered_in_backward(size_t i) const { return copies_.at(i).in_backward; }
 
   void finish_backward(bool is_caching);
-  // Makes all copies stale, because main parameters may have changed.
-  void expire() { is_expired_ = true; }
+  void expire() { is_expired_ = true; }  // makes all copies stale, because main parameters may have changed
   bool is_expired() const { return is_expired_; }
 
   // Records that an optimizer step has written copy `i`, from its main parameter at this version.
