@@ -29,8 +29,7 @@ namespace {
 
 std::atomic<std::thread::id> thread_inside;
 
-// Held while a transfer starts. Throws if another thread holds it, because two threads would start transfers in a
-// different order on each rank.
+// Held while a transfer starts. Throws if another thread holds it: the order of transfers would differ between ranks.
 class OneThread {
  public:
   OneThread(const std::string& param, int64_t rank) {
@@ -78,11 +77,12 @@ class ProfilerRange {
   at::RecordFunction function_;
 };
 
-// Returns the model of all `params`, after a call of its note_backward().
 Model& model_of(c10::ArrayRef<ParamState*> params) {
   auto& model = *params.front()->model;
   for (const auto* param : params) {
-    TORCH_CHECK(param->model == &model, "zcompile: parameters of several sharded models are moved together by one op");
+    TORCH_CHECK(
+        param->model == &model, "zcompile: one op gathers or reduces '", params.front()->name, "' and '", param->name,
+        "' of two sharded models: a zcompile bug");
   }
   model.note_backward();
   return model;

@@ -1,5 +1,3 @@
-// Starts and waits of gathers and reduces.
-//
 // [Note: life of an unsharded parameter]
 //   gather_start  allocates, starts the transfer -> in flight: must not be read or freed
 //   gather_wait   waits for the transfer         -> unsharded: an ordinary tensor
@@ -33,8 +31,8 @@ std::vector<at::Tensor> reduce_start(c10::ArrayRef<ParamState*> params, at::Tens
 void reduce_wait(const at::Tensor& pending);
 // Returns rows `indices` of a matrix, with shape [*indices.sizes(), columns].
 at::Tensor gather_rows(ParamState* param, at::ScalarType dtype, const at::Tensor& indices);
-// Sums the gradients `grad` [*indices.sizes(), columns] of each row of an embedding, rounds the sums to `dtype`, and
-// starts to reduce them. reduce_wait ends the reduce.
+// Starts to reduce the sums, rounded to `dtype`, of the gradients `grad` [*indices.sizes(), columns] of each row of an
+// embedding. reduce_wait ends the reduce.
 at::Tensor reduce_rows_start(
     ParamState* param, const at::Tensor& grad, const at::Tensor& indices, at::ScalarType dtype);
 

@@ -1,5 +1,3 @@
-// Parameters that are gathered inside of a host, and whose main parameters are sharded over all hosts.
-//
 // [Note: host shards]
 // With `shard(states="global")`, ranks form a mesh (host, gpu). Main parameters and optimizer states are sharded over
 // all ranks, as in ZeRO-3, but forward and backward gather parameters and reduce gradients inside of a host, as in
@@ -48,8 +46,7 @@ class HostShards : public TransportContext {
 
   // Adds the host shard of `param`, in `dtype`. The main parameter is this host's piece of it.
   void add(ParamState& param, std::optional<at::ScalarType> dtype);
-  // Marks the host shards of `params` stale, because their main parameters changed.
-  void expire(c10::ArrayRef<ParamState*> params);
+  void expire(c10::ArrayRef<ParamState*> params);  // marks host shards stale, because main parameters changed
   // Starts to gather all stale host shards, after an optimizer changed the main parameters of `stepped`.
   void gather_after_step(c10::ArrayRef<ParamState*> stepped);
   // Makes the current stream (or a CPU) wait for the host shards of `params`, after a gather of stale ones if needed.
@@ -58,8 +55,7 @@ class HostShards : public TransportContext {
 
   // Called before a reduce. `takes_sum`: whether a deferred sum is kept. It is dropped if backward drops the gradient.
   void note_reduce(ParamState& param, bool takes_sum);
-  // Marks host shards with reduced gradients stale. Called at the end of a backward, or of `zcompile.accumulate`.
-  void expire_reduced();
+  void expire_reduced();  // marks host shards with reduced gradients stale, when backward or `accumulate` ends
   // Reduce-scatters deferred `sums`, over the ranks of this host, over hosts. An empty sum stands for zeros.
   std::vector<at::Tensor> reduce_deferred(
       c10::ArrayRef<ParamState*> params, const std::vector<std::optional<at::Tensor>>& sums);

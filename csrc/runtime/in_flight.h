@@ -15,8 +15,7 @@
 
 namespace zcompile {
 
-// One transfer of several tensors, with a wait for each. The first wait() is for all tensors, because callers wait for
-// all tensors of a transfer on the same stream.
+// A transfer of several tensors. The first wait() ends it for all: callers wait for all its tensors on the same stream.
 class SharedTransfer {
  public:
   SharedTransfer(std::shared_ptr<Transport> transport, std::unique_ptr<Transfer> transfer)
@@ -46,11 +45,9 @@ class InFlightTable {
   static InFlightTable& instance();
 
   void start(InFlight in_flight);
-  // Removes the transfer into `destination`, and returns it with its model. Empty if there is none, or if its model is
-  // being destroyed.
+  // Removes and returns the transfer into `destination`, with its model. Empty if there is none, or if ~Model runs.
   std::optional<std::pair<std::shared_ptr<Model>, InFlight>> finish(const at::Tensor& destination);
-  // Lets gather_wait put `unsharded` into the microbatch cache.
-  void cache_on_arrival(const at::Tensor& unsharded, ParamState* param);
+  void cache_on_arrival(const at::Tensor& unsharded, ParamState* param);  // gather_wait adds it to the microbatch cache
   // Waits for and removes transfers that a forward or backward left when it raised; not those with `is_kept`.
   void abandon(const std::weak_ptr<Model>& model);
   // Removes the transfers of a model that is being destroyed. Does not wait for them, because a wait may start a

@@ -29,7 +29,6 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
 
   // `leaf` is the autograd leaf over the shard; see [Note: who owns a model] in param_state.h.
   int64_t add(ParamState param, const at::Tensor& leaf);  // returns its index
-  // Lets main parameters be sharded over hosts; see host_shards.h.
   void spread_over_hosts() { host_shards_ = std::make_unique<HostShards>(*this); }
   HostShards* host_shards() { return host_shards_.get(); }  // null: main parameters are not sharded over hosts
   void add_host_shard(int64_t index, std::optional<at::ScalarType> dtype) { host_shards_->add(state(index), dtype); }
@@ -135,8 +134,7 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   Recording stop_recording() { return std::exchange(recording_, std::nullopt).value_or(Recording()); }
   void note_gathers(c10::ArrayRef<ParamState*> params, at::ScalarType dtype);
 
-  // Counts an optimizer step with parameters of this model, outside of backward, for the comparison of ranks.
-  void count_step();
+  void count_step();  // counts an optimizer step outside of backward, for the comparison of ranks
   const std::vector<std::shared_ptr<OrderLog>>& orders() const { return orders_; }
 
   // Called by every gather and reduce. The first call in a backward, and the first call after it, abandon transfers

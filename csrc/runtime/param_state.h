@@ -1,5 +1,3 @@
-// A sharded parameter and its state in the runtime.
-//
 // [Note: who owns a model]
 // Python does. A module references its leaves, each leaf the ShardedModel in Python (zcompile/state/sharded_model.py),
 // and the ShardedModel the Model. A Model has the memory of a leaf, but only a weak reference to the leaf, because

@@ -6,8 +6,7 @@
 
 namespace zcompile {
 
-// Moves the memory of the storage of `from` to the storage of `tensor`, which frees the memory that `tensor` had. Does
-// not change the version counter of `tensor`.
+// Moves the memory of the storage of `from` to that of `tensor`, whose version counter does not change.
 void take_memory(const at::Tensor& tensor, const at::Tensor& from);
 
 // Empties the storage of `tensor`. A read then raises torch's error that its data is not allocated.
