@@ -16,7 +16,6 @@ namespace zcompile {
 
 using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
-// An autograd node of class `T`.
 template <typename T>
 NodePtr make_node() {
   if constexpr (std::is_same_v<NodePtr, std::shared_ptr<torch::autograd::Node>>) {

@@ -1,5 +1,4 @@
-// The cast of many tensors in one launch. Memory bandwidth limits it, so a thread has several reads of four
-// neighbouring elements in flight.
+// The cast of many tensors in one launch. Memory bandwidth limits it, so each thread has several reads in flight.
 
 #include "kernels/kernels.h"
 

@@ -121,9 +121,8 @@ __global__ void __launch_bounds__(threads)
 
 constexpr int rows_at_once = 8;  // that one CUDA block computes
 
-// Computes for each row the mean over ranks of their sums of its gradients. In each warp, one thread per row finds out
-// whether any rank has a sum for the row. Then all threads of the block compute the means of the rows with sums. Other
-// rows, which are most, are zeros in `out`, and are written only if there is a `base`, the gradient to add to.
+// Computes means over ranks of sums of rows. In each warp, one thread per row finds out whether any rank has a sum for
+// the row. Other rows, which are most, are zeros in `out`, and are written only if there is a `base`.
 template <typename In, typename Out, bool with_squares, int width>
 __global__ void __launch_bounds__(threads) mean_rows_kernel(
     const __grid_constant__ Pieces spread, int ranks, int64_t has_offset, int own, const RowSums own_sums,

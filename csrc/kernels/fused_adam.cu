@@ -1,5 +1,4 @@
-// An AdamW step that also writes the copies of shards from which peers gather, because the new parameters are in
-// registers. Memory bandwidth limits it.
+// An AdamW step that also writes the copies of shards from which peers gather. Memory bandwidth limits it.
 
 #include "kernels/kernels.h"
 

@@ -98,8 +98,8 @@ __device__ int entry_of(const Batch& batch, int tile) {
   return low;
 }
 
-// Calls `launch(batch, tiles)` for each batch of up to `entries` items. Each tile has `per_tile` of the size_of(item)
-// elements or bytes of an item, and a CUDA block of its own.
+// Calls `launch(batch, tiles)` for each batch of up to `entries` items. A CUDA block computes one tile: `per_tile` of
+// the size_of(item) elements or bytes of an item.
 template <typename Batch, typename Item, typename SizeOf, typename Launch>
 cudaError_t in_batches(
     const Item* items, int count, int64_t per_tile, Item (Batch::*member)[entries], SizeOf size_of, Launch launch) {
@@ -119,7 +119,6 @@ cudaError_t in_batches(
   return cudaSuccess;
 }
 
-// Calls `run.operator()<T>()` with the C++ type of `type`.
 template <typename Run>
 void with_type(Type type, Run run) {
   switch (type) {

@@ -1,6 +1,6 @@
 // The arithmetic of transports: casts before transfers, and means over ranks after them. Sums are in rank order, in
 // fp32 or wider, and round to nearest even on all devices; only with `native_reduce` does the backend sum
-// (transport/c10d.cpp). Over p2p, embedding_rows.cu sums rows of embeddings. training/deferred_reduces.py defers sums.
+// (transport/c10d.cpp). Over p2p, embedding_rows.cu sums gradients of embeddings.
 #pragma once
 
 #include <ATen/core/Tensor.h>

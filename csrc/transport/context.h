@@ -54,13 +54,10 @@ class TransportContext {
 
   virtual int64_t num_params() const { return 0; }
   virtual const ShardedParam& param(int64_t index) const { TORCH_CHECK(false, "zcompile: no parameter ", index); }
-  // Whether microbatches accumulate (zcompile.accumulate), during which main parameters do not change.
-  virtual bool is_caching() const { return false; }
-  // Whether reduces leave out the sum over replicas, which follows at the end of zcompile.accumulate.
-  virtual bool defers_replicas() const { return false; }
+  virtual bool is_caching() const { return false; }  // in zcompile.accumulate: main parameters do not change
+  virtual bool defers_replicas() const { return false; }  // only the end of zcompile.accumulate sums over replicas
 
-  // Makes the current stream wait until all host shards may be read; see runtime/host_shards.h.
-  virtual void ready_host_shards() {}
+  virtual void ready_host_shards() {}  // makes the current stream wait until all host shards may be read
   // Reduce-scatters `sum`, flat and over this host's ranks, over hosts into `out`, shaped like the main parameter.
   virtual void reduce_over_hosts(
       const ShardedParam& /*param*/, const at::Tensor& /*sum*/, at::Tensor /*out*/, const ReduceExtras& /*extras*/) {}

@@ -22,7 +22,9 @@ namespace zcompile {
 namespace {
 
 void check(bool succeeded, const char* what) {
-  TORCH_CHECK(succeeded, "zcompile: ", what, " failed while ranks shared GPU memory (p2p): ", std::strerror(errno));
+  TORCH_CHECK(
+      succeeded, "zcompile: ", what, " failed while ranks shared GPU memory (p2p): ", std::strerror(errno),
+      ". Use transport='nccl'.");
 }
 
 // Repeats a system call that a signal has interrupted. If the call has a timeout, this happens even with SA_RESTART.

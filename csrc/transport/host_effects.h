@@ -52,8 +52,7 @@ class HostEffects {
   static bool has_prepared() { return mode_ == Mode::kObserve && !recording_.effects.empty(); }
   static bool is_recording() { return mode_ == Mode::kRecord; }
   static const std::shared_ptr<void*>& executable() { return recording_.executable; }
-  // Starts to record the effects of prepare(), which a later capture needs.
-  static void observe() { start(Mode::kObserve); }
+  static void observe() { start(Mode::kObserve); }  // starts to record effects of prepare(), for a later capture
   // For tests, which replay a graph by a call of its code: neither calls nor records effects until resume().
   static void ignore() { mode_ = Mode::kIgnore; }
   static void resume() { mode_ = Mode::kNote; }

@@ -37,9 +37,8 @@ struct OnTheirWay {
   }
 };
 
-// Waits until `work` arrives. Returns an empty string, or the error with which end_waits() ended the wait. A waiting
-// main thread cannot handle signals (Ctrl-C), so wake_waits() interrupts the wait from time to time. This function then
-// lets Python handle signals, throws if a handler raises, and waits again.
+// Waits until `work` arrives. Returns an empty string, or the error with which end_waits() ended the wait. When
+// wake_waits() interrupts the wait, lets Python handle signals (Ctrl-C), throws if a handler raises, and waits again.
 std::string wait_for_one(const Work& work) {
   auto& all = OnTheirWay::instance();
   const auto begin = std::chrono::steady_clock::now();

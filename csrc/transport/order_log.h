@@ -1,5 +1,3 @@
-// The order in which this rank starts collectives, and how ranks detect that their orders differ.
-//
 // [Note: order of collectives]
 // Ranks must start the same collectives in the same order; otherwise they hang, or mix up parameters of equal size. So
 // each rank counts the collectives that it starts, and keeps a running hash. All ranks compare counts and hashes before

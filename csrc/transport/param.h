@@ -33,7 +33,7 @@ struct ShardedParam : ShardLayout {
   // has memory only while a gather starts, so transports cannot keep a copy for the next gather.
   bool is_component = false;
   mutable std::optional<NarrowShard> narrow;  // only if `shard` lies in host memory, which the device reads slowly
-  std::vector<c10::VariableVersion> main_param_versions;  // of the tensors by which users write the shard
+  std::vector<c10::VariableVersion> main_param_versions;  // counters of the tensors by which users write the shard
 
   // Increases with most writes to the shard, but not with those of fused optimizers or through .data.
   uint64_t main_param_version() const {
@@ -45,10 +45,8 @@ struct ShardedParam : ShardLayout {
   // Whether peers may read cached copies of the shard in `dtype`. If the main parameter is in host memory, only in the
   // dtype of `narrow`: for another dtype, each training step would cast from host memory.
   bool is_cached_in(at::ScalarType dtype) const { return !narrow || narrow->copy.scalar_type() == dtype; }
-  // Returns this rank's piece, flat, from which a gather in `dtype` reads.
-  at::Tensor source(at::ScalarType dtype) const;
-  // Casts the main parameter to `narrow` on the current stream, if the main parameter has changed since the last cast.
-  void renew_narrow() const;
+  at::Tensor source(at::ScalarType dtype) const;  // this rank's piece, flat, from which a gather in `dtype` reads
+  void renew_narrow() const;  // casts the main parameter to `narrow`, on the current stream, if it has changed
 };
 
 }  // namespace zcompile

@@ -18,11 +18,8 @@ namespace zcompile {
 using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Work = c10::intrusive_ptr<c10d::Work>;
 
-// Returns the process group named `name`; throws if it was destroyed.
-ProcessGroup resolve_group(const std::string& name);
-
-// The timeout that the user gave the group's collectives on GPUs.
-std::chrono::milliseconds timeout_of(const std::string& group);
+ProcessGroup resolve_group(const std::string& name);  // throws if the group was destroyed
+std::chrono::milliseconds timeout_of(const std::string& group);  // of the group's collectives on GPUs
 
 // All-gathers `own`, bytes on the host, equally many on all ranks. Returns bytes [ranks, size of `own`] on `device`.
 at::Tensor gather_bytes(const std::string& group, c10::Device device, const at::Tensor& own);
@@ -31,8 +28,7 @@ at::Tensor gather_bytes(const std::string& group, c10::Device device, const at::
 // there, and on all other ranks an error that names that rank.
 void fail_together(const std::string& group, c10::Device device, const std::function<void()>& attempt);
 
-// Returns why NCCL's collectives of this group fail, as torch's watchdog found. Empty if they work, or if the group was
-// destroyed or has no NCCL.
+// Returns why NCCL's collectives of this group fail, as torch's watchdog found. Empty if they work or there is no NCCL.
 std::string nccl_failure(const std::string& group);
 
 // Creates NCCL's communicators of `groups`, and the connections that all-to-alls over `all_to_all_groups` use; a

@@ -56,9 +56,8 @@ struct GatherRequest {
 };
 
 // Fills `out` (shaped like the shard) with this rank's slice of the mean of `grad` over ranks, plus `extras.base`. The
-// mean is the sum of the gradients, in rank order and in fp32 or wider, divided by TransportContext::divisor. While
-// sums over replicas are deferred, `out` lacks the gradients of other replicas. With native reduces, the backend sums,
-// in its own order and in the dtype that is transferred.
+// mean is the sum, in rank order and in fp32 or wider, divided by TransportContext::divisor. While sums over replicas
+// are deferred, `out` lacks other replicas' gradients. With native reduces, the backend sums, in its own order.
 struct ReduceRequest {
   const ShardedParam* param;
   at::Tensor grad;
@@ -108,8 +107,7 @@ class Transport {
   // Returns uninitialised memory of the transport for an unsharded parameter, flat and padded to equal pieces. Only the
   // next gather() may write to it. If the result is undefined, the caller must use torch's allocator.
   virtual at::Tensor make_unsharded(const ShardedParam&, at::ScalarType) { return {}; }
-  // Returns an uninitialised gradient, shaped like the shard, for the next reduce().
-  virtual at::Tensor make_gradient(const ShardedParam& param);
+  virtual at::Tensor make_gradient(const ShardedParam& param);  // uninitialised, shaped like the shard
   // Returns the dtype in which a gradient of dtype `grad` is transferred: the narrower of `grad` and the parameter's
   // reduce_dtype; with native reduces, reduce_dtype even if it is wider.
   virtual at::ScalarType wire_dtype(const ShardedParam& param, at::ScalarType grad) const;
@@ -135,7 +133,7 @@ class Transport {
   // Nothing in a graph may wait for work outside of it. So before a capture and before each launch, `enter_graph` makes
   // the current stream wait for all transfers that were started. Between start_capture() and finish_capture(), the
   // transport's own streams are captured together with the current one. After each launch, `leave_graph` makes the
-  // transport's streams wait for the graph. The host repeats the host work of ops before each launch (host_effects.h).
+  // transport's streams wait for the graph.
   virtual void enter_graph() {}
   virtual void start_capture() {}
   virtual void finish_capture() {}
@@ -156,8 +154,7 @@ bool in_backward();  // whether autograd runs a backward on this thread
 std::unique_ptr<Transport> make_c10d_transport(TransportContext& context);  // gloo or NCCL
 
 // Ends a reduce in HSDP. Sums `sum` (flat, a sum over the ranks that share the shards) over replicas, divides it by
-// context.divisor(replicas), and writes it to `out`, or, if `param` has a host shard, this rank's piece of it. On a
-// GPU, it runs on the current stream.
+// context.divisor(replicas), and writes it, or this rank's piece of it if `param` has a host shard, to `out`.
 void mean_over_replicas(
     TransportContext& context, const ShardedParam& param, const at::Tensor& sum, at::Tensor out,
     const ReduceExtras& extras);
