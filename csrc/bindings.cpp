@@ -29,8 +29,7 @@ namespace zcompile {
 
 namespace {
 
-// For functions that wait on the host: other Python threads can run meanwhile.
-using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;  // other Python threads can run while a function waits
 
 std::map<std::string, int64_t> by_name(const BytesByDtype& bytes) {
   std::map<std::string, int64_t> result;

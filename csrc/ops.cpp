@@ -58,8 +58,7 @@ std::shared_ptr<ParamState> find_with_shape(
 // [Note: writes to an unsharded parameter are lost]
 // A gathered parameter is a copy, so an in-place write to it does not reach the main parameter. Such a write increases
 // the copy's version counter. The runtime keeps this counter after the copy is freed, so the next gather, in eager or
-// compiled code, detects the write and throws. A write through `.data` is not detected, because `.data` has a version
-// counter of its own.
+// compiled code, detects the write and throws. It does not detect a write through `.data`, which has its own counter.
 void refuse_lost_writes(ParamState& param) {
   auto& versions = param.unsharded_versions;
   if (versions.empty()) return;
@@ -383,8 +382,7 @@ TORCH_LIBRARY_IMPL(zcompile, Meta, library) {  // for `gather`, see zcompile/gra
 TORCH_LIBRARY_IMPL(zcompile, Autograd, library) {
   library.impl("gather", gather_autograd);
   library.impl("reduce", reduce_autograd);
-  // Passes insert these ops after AOTAutograd, so the ops need no autograd. A fallthrough kernel saves a boxed fallback
-  // of several microseconds a call.
+  // Passes insert these ops after AOTAutograd, so they need no autograd. A fallthrough saves microseconds a call.
   for (const auto* op :
        {"gather_start", "gather_cached_start", "gather_wait", "reduce_start", "reduce_wait", "gather_group_start",
         "reduce_group_start", "gather_rows", "reduce_rows", "reduce_rows_start"}) {
