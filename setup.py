@@ -1,8 +1,7 @@
 """Builds zcompile._C for the torch that is installed, with CUDA if torch and a toolkit have it.
 
-`ZCOMPILE_CUDA=1` insists on CUDA, `ZCOMPILE_CUDA=0` builds for CPUs. An error names the missing tool and the command
-that installs it, in one sentence. An sdist needs no tool. `ZCOMPILE_EXTENSION=0` leaves the extension out of an
-editable install, for `make install`, which builds it in place.
+`ZCOMPILE_CUDA=1` insists on CUDA, `ZCOMPILE_CUDA=0` builds for CPUs. `ZCOMPILE_EXTENSION=0` leaves the extension out of
+an editable install, for `make install`, which builds it in place.
 """
 
 import importlib.metadata
@@ -22,11 +21,11 @@ from setuptools import Extension, setup
 ROOT = Path(__file__).parent
 CSRC = ROOT / "csrc"
 CPU_FOLDERS = (".", "runtime", "transport", "kernels", "p2p/schedule")  # of csrc; a build with CUDA compiles all of it
-TORCH = ((2, 11), (2, 16))  # from, and before; as in pyproject.toml
-SETUPTOOLS = 77  # the first to take pyproject.toml's license
+TORCH = ((2, 11), (2, 16))  # the first version, and the first that is too new; as in pyproject.toml
+SETUPTOOLS = 77  # the first version that accepts pyproject.toml's license
 INSTALL = "pip install --no-build-isolation ."
 CUDA_HEADERS = ("cuda.h", "cuda_runtime.h", "cuda_runtime_api.h", "cuda_bf16.h", "cuda_fp16.h")  # of csrc and nvcc
-# Commands that compile, and `dist_info`, which pip runs before it downloads what zcompile depends on.
+# Commands that compile, and `dist_info`, so that pip reports a missing tool before it downloads dependencies.
 COMPILING = {"bdist_wheel", "build", "build_ext", "develop", "dist_info", "editable_wheel", "install"}
 
 
@@ -36,8 +35,8 @@ def fail(sentence: str) -> NoReturn:
 
 
 def import_torch() -> Any:
-    """The torch to build for."""
-    # torch loads what other packages register with it. It shall not: an earlier zcompile may be there and broken.
+    """Import the torch to build for."""
+    # Stops torch from loading packages that register with it: an earlier zcompile may be installed, and broken.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     wanted = ",".join(f"{sign}{major}.{minor}" for sign, (major, minor) in zip((">=", "<"), TORCH, strict=True))
     try:
@@ -53,7 +52,7 @@ def import_torch() -> Any:
 
 
 def check_tools() -> None:
-    """There are ninja, a C++ compiler and Python's headers. ninja may be in an environment that is not activated."""
+    """End the build without ninja, a C++ compiler or Python's headers. Adds ninja, if a package has it, to PATH."""
     if shutil.which("ninja") is None:
         try:
             files = importlib.metadata.files("ninja") or []
@@ -76,21 +75,21 @@ def check_tools() -> None:
 
 
 def toolkits() -> list[Path]:
-    """Folders where a CUDA toolkit may be: what CUDA_HOME says, else where nvcc is, and the usual place."""
+    """Return folders where a CUDA toolkit may be: CUDA_HOME, or otherwise nvcc's folders and /usr/local/cuda."""
     said = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if said:
         return [Path(said)]
     found = []
     if nvcc := shutil.which("nvcc"):
         found = [Path(nvcc).parents[1], Path(nvcc).resolve().parents[1]]
-        # An nvcc on the PATH may be a script that calls the one of a toolkit elsewhere, which knows where it is.
+        # nvcc on the PATH may be a script that calls a toolkit's nvcc, whose dry run prints the toolkit's folder.
         steps = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
         found += [Path(top).resolve() for top in re.findall(r"^#\$ TOP=(.+)$", steps, flags=re.MULTILINE)]
     return [*found, Path("/usr/local/cuda")]
 
 
 def missing_in(toolkit: Path, cuda: str) -> str:
-    """Why `toolkit` cannot build for a torch of CUDA version `cuda`; empty if it can."""
+    """Return why `toolkit` cannot build for a torch of CUDA version `cuda`; empty if it can."""
     nvcc = toolkit / "bin" / "nvcc"
     if not nvcc.is_file():
         return f"there is no {nvcc}"
@@ -108,7 +107,7 @@ def missing_in(toolkit: Path, cuda: str) -> str:
 
 
 def find_cuda(torch: Any) -> Path | None:
-    """The toolkit to build with; None for a build without CUDA."""
+    """Return the toolkit to build with; None for a build without CUDA."""
     asked = os.environ.get("ZCOMPILE_CUDA", "")
     if asked not in ("", "0", "1"):
         fail(f"ZCOMPILE_CUDA is {asked!r}. Set it to 1 (with CUDA) or 0 (for CPUs), or unset it.")
@@ -133,7 +132,7 @@ def find_cuda(torch: Any) -> Path | None:
 
 
 def sources(with_cuda: bool) -> list[str]:
-    """Paths below the root, as setuptools wants them."""
+    """Return the files to compile, as paths below the root."""
     if with_cuda:
         paths = [*CSRC.rglob("*.cpp"), *CSRC.rglob("*.cu")]
     else:
@@ -142,17 +141,16 @@ def sources(with_cuda: bool) -> list[str]:
 
 
 def cxx_runtime() -> list[str]:
-    """The C++ runtime that torch has loaded into this process.
+    """Return the C++ runtime that torch has loaded into this process, to be linked first.
 
-    Linked first, since a compiler without a shared one would link a static one in. A process with two of them ends in a
-    segmentation fault at the first error message of ours with a number in it.
+    Otherwise, some compilers link a static one, and a process with both crashes when zcompile formats a number.
     """
     mapped = [line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()]
     return [path for path in mapped if Path(path).name.startswith("libstdc++.so.6")][:1]
 
 
 def extension() -> dict[str, Any]:
-    """The compiled runtime, and the command that compiles it. With CUDA, csrc/p2p and the kernels for GPUs join in."""
+    """Return the arguments of `setup` for the compiled runtime. With CUDA, it includes csrc/p2p and the GPU kernels."""
     torch = import_torch()
     check_tools()
     toolkit = find_cuda(torch)
@@ -183,7 +181,7 @@ def extension() -> dict[str, Any]:
 
 
 def extension_modules() -> dict[str, Any]:
-    """The arguments of `setup` for the extension. Commands that do not compile get its name alone."""
+    """Return the arguments of `setup` for the extension: only its name, if no command compiles."""
     if os.environ.get("ZCOMPILE_EXTENSION") == "0":
         return {"ext_modules": []}
     return extension() if COMPILING & set(sys.argv) else {"ext_modules": [Extension("zcompile._C", [])]}
