@@ -35,7 +35,7 @@ at::Tensor call_gather(const at::Tensor& shard, at::IntArrayRef shape, at::Scala
 
 // --- kernels for real tensors ---------------------------------------------------------------------------------------
 
-// In a graph of several models, the domains of model i have numbers from i times this on; see compiler/backend.py.
+// In a graph of several models, domains of model i have numbers from i * domains_of_model on (compiler/backend.py).
 constexpr int64_t domains_of_model = 1 << 16;
 
 std::shared_ptr<ParamState> find_in_domain(const at::Tensor& shard, int64_t domain, const char* op) {

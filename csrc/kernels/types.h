@@ -1,4 +1,4 @@
-// Types that kernels and builds without CUDA share: no header of torch, for nvcc, and none of CUDA.
+// Arguments of kernels, without headers of CUDA (for builds without it) and of torch (with which nvcc is slow).
 #pragma once
 
 namespace zcompile {

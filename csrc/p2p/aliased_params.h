@@ -66,7 +66,7 @@ class AliasedParams {
   std::mutex mutex_;
   std::vector<std::shared_ptr<const Block>> pool_;  // blocks of one page
   std::vector<bool> is_free_;  // by page of the pool
-  std::map<const void*, std::vector<std::unique_ptr<Mapping>>> mappings_;  // by shard: its CachedShard
+  std::map<const void*, std::vector<std::unique_ptr<Mapping>>> mappings_;  // by the address of the CachedShard
   std::map<const void*, Mapping*> by_address_;
   std::optional<c10::cuda::CUDAStream> last_;  // the last stream that waited for all readers of released memory
 };

@@ -71,7 +71,7 @@ std::vector<Span> CachedGrads::release_to_step(c10::ArrayRef<AdamRequest> reques
   std::erase_if(grads_, [&](const auto& weak) {
     const auto gradient = weak.lock();
     if (!gradient) return true;
-    const bool alone = stepped.contains(gradient.get()) && gradient.use_count() == 2;  // held by it and `gradient`
+    const bool alone = stepped.contains(gradient.get()) && gradient.use_count() == 2;  // by one tensor and `gradient`
     if (!alone) others.push_back(span_of(gradient->data(), static_cast<int64_t>(gradient->nbytes())));
     return alone;
   });

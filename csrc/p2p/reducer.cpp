@@ -282,7 +282,7 @@ ReduceExtras Reducer::Part::extras(int64_t numel) const {
   return {base.defined() ? slice(base, begin, numel) : base, squares};
 }
 
-// With replicas, the sums of all replicas are divided once, when they are added.
+// With replicas, mean_over_replicas() divides.
 double Reducer::divisor() const { return replicas_ ? 1.0 : context_.divisor(); }
 
 int64_t Reducer::Part::length_of(int64_t rank) const {

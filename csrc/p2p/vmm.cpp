@@ -71,7 +71,7 @@ Block::Block(int descriptor, int64_t bytes) : bytes_(bytes) {
 void synchronize(c10::Device device) noexcept {
   int current = 0;
   if (cudaGetDevice(&current) != cudaSuccess || cudaSetDevice(device.index()) != cudaSuccess)
-    return;  // the process ends
+    return;  // fails if the process ends
   cudaDeviceSynchronize();
   cudaSetDevice(current);
 }

@@ -56,7 +56,7 @@ const char* short_name(at::ScalarType dtype) {
 // A range in the trace of torch.profiler, such as `zcompile::gather blocks.0.up.weight (bf16, 112.0 MiB)`.
 class ProfilerRange {
  public:
-  // `moved_bytes`: the bytes to name; default: those of all `params` in `dtype`.
+  // `moved_bytes`: the bytes in the range's name; default: those of all `params` in `dtype`.
   ProfilerRange(
       const char* op, c10::ArrayRef<ParamState*> params, at::ScalarType dtype,
       std::optional<int64_t> moved_bytes = std::nullopt)
@@ -66,7 +66,7 @@ class ProfilerRange {
     for (const auto* param : params) bytes += param->numel * static_cast<int64_t>(c10::elementSize(dtype));
     bytes = moved_bytes.value_or(bytes);
     const auto more = params.size() - 1;
-    char suffix[64];  // not by a stream: those of another libstdc++ may be in this process
+    char suffix[64];  // not by std::ostream: another libstdc++ may be in this process
     std::snprintf(suffix, sizeof(suffix), " (%s, %.1f MiB)", short_name(dtype), static_cast<double>(bytes) / (1 << 20));
     function_.before(
         "zcompile::" + std::string(op) + ' ' + params.front()->name +

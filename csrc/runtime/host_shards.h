@@ -8,8 +8,8 @@
 // optimizer step, or otherwise at the first gather that reads one. And each reduce, after the sum over the ranks of a
 // host, ends with a reduce-scatter over hosts, which `accumulate` may defer.
 //
-// Fused optimizers and writes through .data do not increase version counters. So a host shard also becomes stale when a
-// backward that reduced its gradient ends, or the `with` block of `zcompile.accumulate`.
+// Fused optimizers and writes through .data do not increase version counters. So a host shard also becomes stale at the
+// end of a backward that reduced its gradient, or of the `zcompile.accumulate` around this backward.
 #pragma once
 
 #include <c10/util/ArrayRef.h>

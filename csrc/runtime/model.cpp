@@ -186,7 +186,7 @@ void Model::accumulate_onto(int64_t index, const at::Tensor& gradient, const std
 
 std::optional<at::Tensor> Model::take_unreduced(int64_t index) {
   auto sum = std::exchange(state(index).unreduced, {});
-  if (sum.defined() && sum.is_cuda()) {  // over p2p, a sum over a host's ranks has memory of the transport's stream
+  if (sum.defined() && sum.is_cuda()) {  // over p2p, the sum was allocated on the transport's stream
     sum.record_stream(c10::impl::VirtualGuardImpl(sum.device().type()).getStream(sum.device()));
   }
   return sum.defined() ? std::make_optional(std::move(sum)) : std::nullopt;

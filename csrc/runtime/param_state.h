@@ -1,7 +1,7 @@
 // [Note: who owns a model]
-// Python does. A module references its leaves, each leaf the ShardedModel in Python (zcompile/state/sharded_model.py),
-// and the ShardedModel the Model. A Model has the memory of a leaf, but only a weak reference to the leaf, because
-// Python's garbage collector does not see a cycle through C++.
+// A module references its leaves, a leaf references the ShardedModel in Python (zcompile/state/sharded_model.py), and
+// the ShardedModel references the Model. The Model has the memory of a leaf, but only a weak reference to the leaf,
+// because Python's garbage collector does not see a cycle through C++.
 //
 // So a Model is destroyed with its last leaf, perhaps during an op, a wait, or the end of a backward. So each of these
 // shares the Model. The registry (registry.h) has plain pointers, which ~Model removes under the registry's lock. A

@@ -26,7 +26,7 @@ std::shared_ptr<ParamState> find(const at::Tensor& shard) {
   std::lock_guard lock(registry().mutex);
   const auto entry = registry().params.find(storage_of(shard));
   if (entry == registry().params.end()) return nullptr;
-  auto model = entry->second->owner.lock();  // none: ~Model is about to take this lock
+  auto model = entry->second->owner.lock();  // null: ~Model runs, and waits for this lock
   return model ? std::shared_ptr<ParamState>(std::move(model), entry->second) : nullptr;
 }
 

@@ -91,7 +91,7 @@ class C10dReduce : public C10dTransfer {
         continue;
       }
       auto sum = at::empty({length}, received.options().dtype(sum_dtype(received.scalar_type())));
-      mean(rows, 1.0, sum);  // a sum: divided once, below
+      mean(rows, 1.0, sum);  // the sum, which mean_over_replicas() divides
       mean_over_replicas(context_, *param, sum, out, extras);
     }
   }
@@ -131,7 +131,7 @@ class C10dTransport : public Transport {
   }
 
  private:
-  // Not if the parameter is replicated (a scalar), or empty.
+  // Whether the backend's reduce-scatter reduces `param`: not if it is replicated (a scalar), or empty.
   bool sums_natively(const ShardedParam& param) const {
     return context_.native_reduce() && !param.replicated && param.chunk > 0;
   }
@@ -265,7 +265,7 @@ class C10dTransport : public Transport {
       return start();
     } catch (const c10::DistBackendError& error) {
       throw_cannot(verb, requests.front().param->name, message_of(error));
-    } catch (const std::runtime_error& error) {  // torch's all_to_all over NCCL
+    } catch (const std::runtime_error& error) {  // thrown by torch's all_to_all over NCCL
       throw_cannot(verb, requests.front().param->name, error.what());
     }
   }

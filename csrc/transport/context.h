@@ -29,7 +29,7 @@ struct Domain {
 class TransportContext {
  public:
   // `rank` and `world`: this rank's number in the gather group, and the group's size. `native_reduce`: whether the
-  // backend's own reduce-scatter reduces. `number`: tells models over the same ranks apart, alike on all of them.
+  // backend's own reduce-scatter reduces. `number`: which of the models over these ranks; the same on all of them.
   TransportContext(Groups groups, int64_t rank, int64_t world, bool native_reduce, int64_t number, Domain domain)
       : groups_(std::move(groups)),
         rank_(rank),
@@ -54,7 +54,7 @@ class TransportContext {
 
   virtual int64_t num_params() const { return 0; }
   virtual const ShardedParam& param(int64_t index) const { TORCH_CHECK(false, "zcompile: no parameter ", index); }
-  virtual bool is_caching() const { return false; }  // in zcompile.accumulate: main parameters do not change
+  virtual bool is_caching() const { return false; }  // whether in zcompile.accumulate, where main parameters do not change
   virtual bool defers_replicas() const { return false; }  // only the end of zcompile.accumulate sums over replicas
 
   virtual void ready_host_shards() {}  // makes the current stream wait until all host shards may be read

@@ -33,7 +33,7 @@ void leave(const std::vector<Work>& works);
 // Ends the waits for all messages that are on their way, which then throw `error`.
 void end_waits(const std::string& error);
 
-// Lets Python handle signals (Ctrl-C) in a main thread that waits for messages. Python calls this repeatedly.
+// Lets Python handle signals (Ctrl-C) in a main thread that waits for messages. ranks/order_watch.py calls this.
 void wake_waits();
 
 }  // namespace zcompile

@@ -127,7 +127,7 @@ CoalescedCollectives::CoalescedCollectives(ProcessGroup group, c10::Device devic
 CoalescedCollectives::~CoalescedCollectives() {
   if (!open_) return;
   try {
-    group_->endCoalescing(device_);  // a group left open would swallow the collectives that follow
+    group_->endCoalescing(device_);  // a group left open would hold back later collectives
   } catch (const std::exception&) {  // an earlier error is being thrown already
   }
 }
