@@ -54,7 +54,7 @@ class TransportContext {
 
   virtual int64_t num_params() const { return 0; }
   virtual const ShardedParam& param(int64_t index) const { TORCH_CHECK(false, "zcompile: no parameter ", index); }
-  virtual bool is_caching() const { return false; }  // whether in zcompile.accumulate, where main parameters do not change
+  virtual bool is_caching() const { return false; }  // in zcompile.accumulate, where main parameters do not change
   virtual bool defers_replicas() const { return false; }  // only the end of zcompile.accumulate sums over replicas
 
   virtual void ready_host_shards() {}  // makes the current stream wait until all host shards may be read
