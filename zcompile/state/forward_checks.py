@@ -16,9 +16,8 @@ from zcompile.units.find import ExpertsImplementation
 class UnreducedParameters:
     """Warns once if the model trains parameters whose gradients zcompile does not reduce, so that ranks drift apart.
 
-    Such parameters were in `ignored_params`, or the program added them after `zcompile.shard`. The warning comes when
-    the first of these gradients has been computed. torch does not report added parameters. So this class searches the
-    model before its forwards 1, 2, 4, 8 and so on (with grad mode): about a microsecond per parameter and search.
+    Such parameters were passed in `ignored_params`, or added after `zcompile.shard`. To find added ones, this class
+    searches the model before its forwards 1, 2, 4, 8 and so on with grad mode. It warns after the first such gradient.
     """
 
     def __init__(self, model: nn.Module):
@@ -43,10 +42,7 @@ class UnreducedParameters:
                 _warn_once(weakref.ref(self), parameter)
 
     def find(self) -> dict[str, nn.Parameter]:
-        """Return name -> parameter for the trainable parameters whose gradients zcompile does not reduce.
-
-        Left out are DTensors (zcompile's, or reduced by another parallelism), and the tensors of `functional_call`.
-        """
+        """Return name -> parameter for the trainable parameters whose gradients zcompile does not reduce."""
         model = self.model()
         named = model.named_parameters() if model is not None else ()
         own = ((name, each) for name, each in named if isinstance(each, nn.Parameter) and not isinstance(each, DTensor))
@@ -78,13 +74,10 @@ def _warn_once(unreduced: "weakref.ref[UnreducedParameters]", parameter: nn.Para
 
 @dataclass
 class ForwardChecks:
-    # Finds parameters whose gradients are not reduced; None on one rank, where no gradient is reduced.
-    unreduced: UnreducedParameters | None = None
-    # The Hugging Face modules that can compute their experts in several ways.
+    unreduced: UnreducedParameters | None = None  # None on one rank
     experts: list[ExpertsImplementation] = field(default_factory=list)
-    # Whether forwards without gradients must run in eager. True if a tensor-parallel plan of transformers has replaced
-    # the forward of linear layers. The new forward reads local tensors from `module._parameters`, and only in eager
-    # code does that hold unsharded parameters.
+    # Whether forwards without gradients must run in eager. True if a tensor-parallel plan of transformers replaced
+    # forwards: the new ones read `module._parameters`, which has unsharded parameters only in eager code.
     eager_without_grad: bool = False
 
     def check(self) -> None:

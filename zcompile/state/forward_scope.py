@@ -2,11 +2,11 @@
 
 [Note: inside of a forward]
 Outside of every forward, `module.weight` is the sharded DTensor, as under FSDP2: `hasattr`, `print` and checks of a
-dtype need no other rank, and writes reach the parameter. Inside, a read all-gathers. To tell inside from outside, each
-thread counts the forwards that it runs, in `__call__` of each module. Forward hooks could not count: users see them,
-and torch skips them if a forward raises. Dynamo compiles only the code inside of `__call__`, so eager code after a
-graph break is inside of a forward, too. Code that Dynamo traces always gathers, and counts nothing. In backward, hooks
-run without grad mode. If grad mode is on, activation checkpointing is recomputing a forward, so reads gather.
+dtype need no other rank, and writes reach the parameter. Inside of a forward, a read all-gathers. To know which holds,
+`__call__` of each module counts the forwards that its thread is inside of. Dynamo compiles only code that `__call__`
+calls, so the count is also right in eager code after a graph break. A read that Dynamo traces always all-gathers. In
+backward, a read all-gathers if grad mode is on: then activation checkpointing recomputes a forward. Hooks run with grad
+mode off, so they see the DTensor.
 """
 
 import contextlib
@@ -29,19 +29,18 @@ def never_compiled_alone(function: Any) -> Any:
     """Keep Dynamo from compiling `function` on its own. Dynamo still inlines it into callers. Return `function`.
 
     Why: modules read a parameter through a property. If Dynamo has given up on the code with the read, it would compile
-    the property's getter by itself, once for each shape, up to its recompile limit. In torch 2.11, the getter's graph
-    would also have the number of running forwards as a constant.
+    the property's getter by itself, once for each shape, up to its recompile limit.
     """
     skip_code(function.__code__)
     return function
 
 
 class _Thread(threading.local):
-    forwards = 0  # that this thread is in
-    models: tuple[ShardedModel, ...] = ()  # of the outermost forward, and of other models' forwards inside it
+    forwards = 0  # the number of nested forwards that this thread is inside of
+    models: tuple[ShardedModel, ...] = ()  # those whose outermost forward this thread is inside of
     is_eager = False  # inside of `call_eagerly`
-    looks_again = False  # whether the next call of a module looks for replaced parameters
-    announced_depth = -1  # inside of so many forwards, `announce` is called with each module that begins another one
+    looks_again = False  # whether the next call of a module must run `_enter`, which finds replaced parameters
+    announced_depth = -1  # `announce` is called with each module whose forward begins at this value of `forwards`
     announce: Callable[[Any], None]
 
 
@@ -56,13 +55,13 @@ def is_in_forward() -> bool:
 
 @never_compiled_alone
 def look_again() -> None:
-    """Let the next module call look for replaced parameters: eager code has got `_parameters`, and may change it."""
+    """Let the next module call look for replaced parameters, because eager code got `_parameters` and may change it."""
     if _thread.forwards > 0 and callable(get_eval_frame_callback()):
         _thread.looks_again = True
 
 
 def announces() -> bool:
-    """Whether a forward that begins now is announced; see `announcing`."""
+    """Whether a forward that begins now is passed to `announce`; see `announcing`."""
     return _thread.forwards == _thread.announced_depth
 
 
@@ -121,7 +120,7 @@ def _enter(*states: ShardedModel) -> bool:
 
 @never_compiled_alone
 def _is_outermost(module: Any) -> bool:
-    """Whether a call of `module` begins its model's outermost forward, perhaps inside of another model's forward."""
+    """Whether a call of `module` now would be the outermost forward of its model, perhaps inside of another model's."""
     state: ShardedModel = module.__dict__[STATE]
     return _thread.forwards == 0 or not (state.are_units or state in _thread.models)
 
@@ -132,11 +131,9 @@ def counting_call(
     """Return a `__call__` for a subclass of `base` that counts this thread's forwards; [Note: inside of a forward].
 
     Args:
-        is_root: whether the modules are whole models, passed to `zcompile.shard`, that have units (modules gathered
-            when called, in eager); see [Note: order of units] in units/order.py.
-        around: for blocks (eager parameter groups), units, and modules in or around them; else None. It is called as
-            `around(call, module, args, kwargs)`, and runs `call(module, *args, **kwargs)`. For a block or unit, it
-            gathers before this call and frees after it.
+        is_root: whether the module is a whole model that has units; see [Note: order of units] in units/order.py.
+        around: called as `around(call, module, args, kwargs)`; it runs `call(module, *args, **kwargs)`. For a block or
+            unit, it gathers before this call and frees after it. None: the forward runs as it is.
     """
     # Dynamo traces the plain call, even if the module has a compiled call.
     traced_call = nn.Module._call_impl if base.__call__ is nn.Module.__call__ else base.__call__
@@ -188,8 +185,8 @@ def counting_call(
 def checking_requires_grad(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `compiled`, the code of one graph: raise if `requires_grad` of a leaf differs from its parameter's.
 
-    Graphs read leaves (plain tensors over shards) in place of parameters. A call of the model copies `requires_grad`
-    from parameters to leaves. If a function that calls the model is compiled, Dynamo reads leaves before that copy.
+    A call of the model copies `requires_grad` from parameters to leaves, which graphs read. If a compiled function
+    calls the model, Dynamo reads the leaves before that copy.
     """
 
     def run(*args: Any) -> Any:

@@ -8,9 +8,9 @@ parameter. One transfer gathers all of them, each in its own dtype. From the com
 component tensors of the first gather, then calls `fsdp_post_all_gather` with the existing unsharded parameter as `out`.
 
 In the runtime, a component is a parameter without a shard (`is_component` in csrc/transport/param.h): each gather
-passes the data. The leaf, the plain tensor that stands for a shard in the runtime, has no memory here. It identifies
-the parameter, for example when its gradient is reduce-scattered. Because the hooks are Python, only eager code gathers
-components, for all parameters of a module together. Parameters gathered in int8 use components, too (int8_gather.py).
+passes the data. The leaf of a tensor subclass has no memory. It only identifies the parameter, as in reduces. Because
+hooks are Python, only eager code gathers components, for all parameters of a block or unit together. Parameters that
+are gathered in int8 also use components (int8_gather.py).
 """
 
 import abc
@@ -50,8 +50,7 @@ def has_hooks(parameter: torch.Tensor) -> bool:
 
 
 def part_held_by(parameter: Any) -> torch.Tensor:
-    """Return the local tensor if `parameter` is a DTensor, else `parameter` itself. Does not call `to_local()`, because
-    the view that it returns may lack attributes that hooks need."""
+    """Return a DTensor's local tensor, or else `parameter`. A view from `to_local()` may lack attributes of hooks."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
@@ -86,7 +85,9 @@ def check_hooks(name: str, parameter: torch.Tensor, mesh: DeviceMesh, dim: int) 
             "whole on each rank: ignored_params=[...]."
         )
     if mesh.ndim > 1 and not mesh.mesh_dim_names:
-        return ValueError(f"{where}, whose hooks get the mesh dimension that shards. Give the mesh mesh_dim_names.")
+        return ValueError(
+            f"{where}. Its hooks get the dimension of the mesh that shards it, by name. Give the mesh mesh_dim_names."
+        )
     return None
 
 
@@ -104,7 +105,7 @@ def padded_shard(part: torch.Tensor, world: int, rank: int) -> torch.Tensor:
 
 
 def leaf_of(local: torch.Tensor) -> torch.Tensor:
-    """Return the leaf, which stands for the shard `local`: a plain tensor of its shape and dtype, without memory."""
+    """Return a leaf for `local`, a tensor subclass: a plain tensor of the same shape and dtype, without memory."""
     leaf = torch.empty(local.shape, dtype=local.dtype, device=local.device)
     free_memory([leaf])
     return leaf
@@ -126,9 +127,9 @@ def _own_ops() -> Iterator[None]:
 
 
 class Components(NamedTuple):
-    """The plain tensors that an all-gather of one parameter moves: this rank's before it, all ranks' after it."""
+    """The components of one parameter: those of this rank's shard before a gather, those of all ranks after it."""
 
-    tensors: list[torch.Tensor]  # the components. After the gather, each has the rows of all ranks, in rank order.
+    tensors: list[torch.Tensor]  # after the gather, each has the rows of all ranks, in rank order
     metadata: Any  # the second result of `fsdp_pre_all_gather`, to be passed to `fsdp_post_all_gather`
 
 
@@ -138,13 +139,14 @@ class GatherExtension(abc.ABC):
     kind: str  # description of the parameter, for messages
 
     def __init__(self) -> None:
-        self.known: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[int]] = {}  # shapes and dtypes -> indices
-        self.indices: list[int] = []  # indices in the runtime of the components that were made last
+        # (shape, dtype) of each component -> the components' indices in the runtime.
+        self.known: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[int]] = {}
+        self.indices: list[int] = []  # the entry of `known` that the last gather used
         self.gathered: list[torch.Tensor] = []  # components of all ranks, from which the unsharded parameter is made
-        self.inner: list[torch.Tensor] = []  # other tensors with memory of the unsharded parameter
+        self.inner: list[torch.Tensor] = []  # the unsharded parameter's memory that is not in `gathered`
 
     def before_gather(self, sharded: "ShardedParameter") -> Components:
-        """Make the components (plain tensors to gather) of this rank's shard. Register new shapes with the runtime."""
+        """Make the components of this rank's shard. Add them to the runtime if their shapes or dtypes are new."""
         with _own_ops():
             own = self.components_of(sharded)
         kinds = tuple((each.shape, each.dtype) for each in own.tensors)
@@ -181,10 +183,10 @@ class GatherExtension(abc.ABC):
 
     @abc.abstractmethod
     def unsharded_of(self, sharded: "ShardedParameter", metadata: Any) -> torch.Tensor:
-        """Make the (perhaps padded) unsharded parameter from `self.gathered`. Set `self.inner`: its other memory."""
+        """Make the unsharded parameter, perhaps with padding, from `self.gathered`. Set `self.inner`."""
 
     def refill(self, sharded: "ShardedParameter", arrived: Components, unsharded: torch.Tensor) -> None:
-        """Fill `unsharded`, the result of `make`, again, from `arrived`: all ranks' components of a later gather."""
+        """Write the components `arrived` of a later gather into `unsharded`, which `make` returned."""
         sharded.state.runtime.fill(self.gathered, arrived.tensors)
         for each in self.inner:
             each.untyped_storage().resize_(each.nbytes)
@@ -206,26 +208,21 @@ class GatherExtension(abc.ABC):
 
 
 class SubclassGather(GatherExtension):
-    """How a tensor subclass with FSDP2's all-gather hooks is gathered."""
+    """How a tensor subclass with FSDP2's all-gather hooks is gathered. `local` is this rank's shard."""
 
     def __init__(self, mesh: DeviceMesh, policy: MixedPrecisionPolicy, local: torch.Tensor):
-        """
-        Args:
-            mesh: the model's mesh. Hooks get its last dimension, over which parameters are sharded.
-            local: this rank's shard, a tensor subclass.
-        """
         super().__init__()
+        # Hooks get the last dimension of the model's mesh, over which parameters are sharded.
         self.mesh = mesh if mesh.ndim == 1 else mesh[cast(Any, mesh.mesh_dim_names)[-1]]
         self.policy, self.local = policy, local
         self.kind = f"a {name_of(type(local))}"
         self.takes_sizes = len(inspect.signature(getattr(local, PRE)).parameters) > 1
 
     def components_of(self, sharded: "ShardedParameter") -> Components:
-        """Return the components (plain tensors to gather) that `fsdp_pre_all_gather` makes of this rank's shard.
+        """Return the components that `fsdp_pre_all_gather` makes of this rank's shard.
 
         Raises:
-            RuntimeError: the hook returned no tensors, or others than plain tensors; or rows do not divide by the
-                ranks, and a component has not the shape of a padded shard.
+            RuntimeError: the hook returned no plain tensors, or, of rows that ranks do not divide, unpadded ones.
         """
         args: tuple[Any, ...] = (self.mesh,)
         if self.takes_sizes:
@@ -295,7 +292,7 @@ def param_dtype_of(sharded: "ShardedParameter") -> torch.dtype:
 
 
 def cut(sharded: "ShardedParameter", made: torch.Tensor) -> torch.Tensor:
-    """Return `made`, an unsharded parameter from `fsdp_post_all_gather` or from int8, without the padding of shards."""
+    """Return a view of the unsharded parameter `made` without the padding of shards."""
     shape = torch.Size(sharded.shape)
     return torch.as_strided(made, shape, _contiguous_stride(shape), storage_offset=0)
 

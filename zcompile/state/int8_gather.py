@@ -1,14 +1,13 @@
 """Gathers in int8: `zcompile.shard(gather_dtype=torch.int8)`.
 
 [Note: int8 gathers]
-Before each all-gather, a rank quantizes its shard of the main (high-precision) parameter, as ZeRO++ does (qwZ,
-arXiv:2306.10209). 256 consecutive elements, a block, become 256 int8 values and one float32 scale, the block's largest
-absolute value divided by 127. Both are all-gathered ([Note: components] in gather_extension.py), and dequantized to
-`param_dtype` on arrival. So an element's error is at most half a scale, plus the rounding to `param_dtype`. A block
-with a value that is not finite becomes NaN. Main parameters, gradients and checkpoints are as without int8 gathers.
+Before each all-gather, a rank quantizes its shard of the main parameter, as ZeRO++ does (qwZ, arXiv:2306.10209). Each
+256 consecutive elements become 256 int8 values and one float32 scale: their largest absolute value divided by 127. Both
+are all-gathered ([Note: components] in gather_extension.py), and dequantized to `param_dtype` on arrival. So an
+element's error is at most half a scale, plus the rounding to `param_dtype`. If one of the 256 elements is not finite,
+all of them become NaN. Main parameters, gradients and checkpoints are as without int8 gathers.
 
-A shard is padded to a multiple of 256 elements. Vectors, such as norms and biases, are gathered in `param_dtype`: they
-are a small part of a model, and need the precision.
+A shard is padded to a multiple of 256 elements. Vectors, such as norms and biases, are gathered in `param_dtype`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,7 @@ def is_quantized(parameter: torch.Tensor, ndim: int) -> bool:
 
 
 def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize `values` [blocks, BLOCK]. Return int8 values of that shape and float32 scales [blocks, 1]."""
+    """Quantize `values` [n, BLOCK]. Return int8 values of that shape and float32 scales [n, 1]."""
     scales = torch.linalg.vector_norm(values, torch.inf, dim=1, keepdim=True).float()
     scales = scales.div_(LARGEST).clamp_(min=SMALLEST_SCALE)
     return torch.div(values, scales).round_().to(torch.int8), scales

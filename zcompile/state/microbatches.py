@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 class Deferred(enum.Enum):
-    """The part of each reduce that `accumulate` defers to the end of its `with` block. Values: names in the runtime."""
+    """The part of each reduce that `accumulate` defers to the end of its `with` block. The runtime gets the values."""
 
     NOTHING = ""
     REPLICAS = "replicas"  # the all-reduce over replicas, with accumulate(reduce="shards")
@@ -15,14 +15,12 @@ class Deferred(enum.Enum):
 
 @dataclass
 class Microbatches:
-    # Whether the model is inside of the `with` block: gradients add up, and parameters do not change.
-    accumulates: bool = False
+    accumulates: bool = False  # inside of the `with` block: gradients add up, and parameters do not change
     reduce: str = "each"  # the argument `reduce` of `zcompile.accumulate`
-    # The part of each gradient reduce that is done once, at the end of the `with` block.
     deferred: Deferred = Deferred.NOTHING
     cache_bytes: int | None = None  # the option `microbatch_cache_bytes` of the last compile of the model
 
     @property
     def adds_up(self) -> bool:
-        """Whether the runtime sums gradients until the `with` block ends, and `.grad` holds ones; see `defer_grad`."""
+        """Whether the runtime adds gradients up until the `with` block ends, and `.grad` is ones; see `defer_grad`."""
         return self.accumulates and self.deferred in (Deferred.REDUCES, Deferred.HOSTS)

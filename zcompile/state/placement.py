@@ -2,13 +2,13 @@
 
 [Note: domains]
 The parameters that are sharded over the same mesh form a *domain*, with its own `ShardedModel`, runtime and process
-groups. Most models have one domain. Under expert parallelism, fewer ranks hold the same experts than hold the same
-dense layers, so experts are sharded over another mesh, and the model has two domains. Domains are numbered in the order
-of their first parameters, which is the same on all ranks. Each gather or reduce op in a graph has its domain's number
-as an argument, so that no compiler pass puts parameters of two domains into one transfer.
+groups. Under expert parallelism, a model has two domains: fewer ranks hold the same experts than hold the same dense
+layers, so experts are sharded over another mesh. Domain 0 is that of the mesh of `zcompile.shard`. The others are
+numbered in the order of their first parameters, which is the same on all ranks. Each gather or reduce op in a graph has
+its domain's number as an argument, so that no compiler pass puts parameters of two domains into one transfer.
 
-A parameter may already be a DTensor before `zcompile.shard`, because tensor or expert parallelism has sharded it. We
-call that DTensor's mesh *inner*. zcompile shards this rank's local tensor. Modules read a DTensor over the inner mesh.
+A parameter may be a DTensor before `zcompile.shard`, because tensor or expert parallelism has sharded it. That
+DTensor's mesh is called *inner*. zcompile shards this rank's local tensor. Modules read a DTensor over the inner mesh.
 """
 
 import weakref
@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from zcompile.options import TRAINABLE
 from zcompile.state.gather_extension import check_hooks, padded_shard, subclass_of
 
-MOST_INNER = 2  # most placements that a DTensor may have before zcompile shards it
+MOST_INNER = 2  # a parameter that is a DTensor before `zcompile.shard` may have at most so many placements
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,10 @@ def _positive(shard: Shard, parameter: nn.Parameter) -> Shard:
 
 @dataclass(frozen=True)
 class Inner:
-    """The arguments that make a local tensor a DTensor over the mesh of tensor or expert parallelism, the inner mesh.
+    """The arguments with which `DTensor.from_local` makes a local tensor a DTensor over the inner mesh.
 
-    Comparison uses `mesh_id` instead of `mesh`, because two meshes compare equal even if the process groups of one were
-    closed. A pickle has `mesh_key` instead of the mesh, so that another process unpickles an `Inner` over its own mesh.
+    `Inner`s compare `mesh_id`, because a mesh equals another one even if the process groups of one were destroyed. A
+    pickle has `mesh_key` instead of the mesh, so that another process unpickles an `Inner` over its own mesh.
     """
 
     mesh: DeviceMesh = field(compare=False)
@@ -133,7 +133,7 @@ _meshes: "weakref.WeakValueDictionary[Hashable, DeviceMesh]" = weakref.WeakValue
 
 
 def mesh_key(mesh: DeviceMesh) -> Hashable:
-    """Return a key for an inner mesh (see `Inner`) that is the same on all of its ranks, and in another process."""
+    """Return a key of the mesh that is the same on all of its ranks, and in another process."""
     return mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape), mesh._flatten_rank_map
 
 
@@ -152,8 +152,9 @@ def remembered_mesh(key: Hashable) -> DeviceMesh:
     """Return the mesh with this `key`. Raises RuntimeError if no model of this process reads DTensors over it."""
     if key not in _meshes:
         raise RuntimeError(
-            f"compiled code has a DTensor over the mesh {key}, over which modules read no parameter. "
-            "Redistribute this DTensor to the mesh of a parameter, or compile without an artifact."
+            f"zcompile: compiled code from an artifact uses a DTensor over the mesh {key}, but no module of this "
+            "process reads a parameter over this mesh. Redistribute the DTensor to a parameter's mesh, or compile "
+            "without an artifact."
         )
     return _meshes[key]
 
@@ -162,16 +163,15 @@ def remembered_mesh(key: Hashable) -> DeviceMesh:
 class Layout:
     """How the runtime moves a parameter, and how modules read it."""
 
-    # The shape of the all-gathered tensor. If `dim` is 0, it is that of the parameter, or of its local tensor under
-    # tensor or expert parallelism. Otherwise it is (number of shards, *shape of a shard).
+    # Of the all-gathered tensor. If `dim` is 0: the shape of the parameter, or of its local tensor under tensor or
+    # expert parallelism. If not: (number of shards, *shape of a shard).
     shape: tuple[int, ...]
     dim: int = 0  # the tensor dimension along which the parameter is sharded
-    # If modules read a DTensor (tensor or expert parallelism), its mesh and placements; else None.
-    inner: Inner | None = None
-    domain: int = 0  # number of the parameter's domain, the parameters over one mesh; see [Note: domains]
+    inner: Inner | None = None  # not None if modules read a DTensor (tensor or expert parallelism)
+    domain: int = 0  # number of the parameter's domain; see [Note: domains]
     dtype: torch.dtype | None = None  # the dtype of gathers; None for the parameter's dtype at the time of the gather
-    local: bool = False  # whether modules read the local tensor of a parameter that was a DTensor, as a plain tensor
-    is_extended: bool = False  # whether other tensors are gathered in place of the parameter; see gather_extension.py
+    local: bool = False  # the parameter was a DTensor, and modules read its local tensor
+    is_extended: bool = False  # the parameter is gathered as components; see gather_extension.py
 
     @property
     def is_plain(self) -> bool:
@@ -196,7 +196,7 @@ class Layout:
         )
 
     def gathered_grad(self, grad: Any, world: int) -> torch.Tensor:
-        """Convert the gradient of the result of `as_read` to that of its all-gathered argument, of `world` shards."""
+        """Convert `grad`, the gradient of the result of `as_read`, to that of its argument, made of `world` shards."""
         if self.inner is not None:
             if grad.placements != self.inner.placements:  # as the backward of `DTensor.from_local` does
                 grad = grad.redistribute(placements=self.inner.placements)
@@ -223,10 +223,9 @@ def layout_for(
 
     Args:
         param_dtype: the dtype of gathers. Parameters that cannot train, such as integers, keep their own dtype.
-        meshes: meshes of parameters that were DTensors, each mapped to the first mesh that equals it. A program may
-            slice one mesh several times. If equal slices are one object, layouts are equal, and modules of one class
-            get one generated subclass.
-        is_extended: whether components are gathered in place of the parameter, as always for tensor subclasses.
+        meshes: the inner meshes so far, each mapped to the first mesh that equals it. This call adds that of
+            `parameter`. Equal slices of a mesh become one object, so layouts are equal, and modules share a subclass.
+        is_extended: whether to gather a plain tensor as components; tensor subclasses always are.
     """
     part, dim = part_of(parameter.detach()), placement.shard.dim
     shape = tuple(part.shape)
@@ -270,9 +269,12 @@ def mesh_over_hosts(mesh: DeviceMesh) -> DeviceMesh:
 def as_dtensor(
     parameter: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh, dim: int, over_hosts: bool = False
 ) -> DTensor:
-    """Return the DTensor over `local`, this rank's shard. The last dimension of `mesh` shards it. The first of two
-    replicates it, or shards it if `over_hosts`. If `parameter` is a DTensor, its mesh dimensions follow, as under
-    FSDP2. If they also shard dimension `dim`, they shard it first, so `mesh` shards it by a `_StridedShard`."""
+    """Return the DTensor over `local`, this rank's shard of `parameter`.
+
+    The last dimension of `mesh` shards. The first of two replicates, or also shards if `over_hosts`. If `parameter` is
+    a DTensor, its mesh dimensions come after those of `mesh`, as under FSDP2. If one of them shards `dim`, too, it has
+    cut the tensor before `mesh` does, which `_StridedShard` expresses.
+    """
     shape = parameter.shape
     cut = Shard(dim) if shape else Replicate()
     ours: list[Any] = [cut if over_hosts else Replicate()] * (mesh.ndim - 1) + [cut]
@@ -315,7 +317,7 @@ def check_placement(name: str, parameter: nn.Parameter, placement: Placement, me
     if mesh._flatten_rank_map != inner._flatten_rank_map:
         return RuntimeError(
             f"{where} is a DTensor over {inner.mesh_dim_names}, a slice of a mesh with other ranks than that of "
-            f"{mesh.mesh_dim_names}. Slice both from one init_device_mesh."
+            f"{mesh.mesh_dim_names}. Slice both meshes from the result of one init_device_mesh."
         )
     if len(placements) > MOST_INNER:
         return ValueError(f"{where} has {len(placements)} placements. Use at most {MOST_INNER} before zcompile.shard.")
@@ -329,7 +331,7 @@ def _check_dim(where: str, shape: torch.Size, dim: int, size: int) -> Exception 
         return None
     if dim >= len(shape):
         return ValueError(
-            f"{where} of shape {tuple(shape)} has no dimension {dim}. Return another from shard_placement_fn."
+            f"{where} of shape {tuple(shape)} has no dimension {dim}. Let shard_placement_fn return an existing one."
         )
     if shape[dim] % size:
         return ValueError(

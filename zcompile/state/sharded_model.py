@@ -3,16 +3,15 @@
 [Note: leaf and parameter]
 A sharded parameter is two tensor objects over one storage. `model.parameters()` yields a DTensor, which optimizers,
 clipping and checkpoints understand. The module's forward reads a property, which all-gathers the *leaf*: a plain tensor
-over the same shard. Why two: as input of a compiled graph, a DTensor costs about 90 us of host time per parameter and
-step, and a plain tensor much less. Autograd accumulates into the leaf's `.grad`, and a hook moves the gradient to the
-DTensor's `.grad`.
+over the same shard. Why two: a DTensor as input of a compiled graph costs about 90 us of host time per parameter and
+step. Autograd accumulates into the leaf's `.grad`, and a hook moves the gradient to the DTensor's `.grad`.
 
 [Note: what frees a model]
-When the program drops its last reference to a model, the shards, runtime and threads are freed without Python's
-garbage collector. So references must form no cycle: a module holds its leaves; a leaf holds its `ShardedParameter` and
+When the program drops its last reference to a model, the shards, runtime and threads must be freed without Python's
+garbage collector. So references form no cycle: a module holds its leaves; a leaf holds its `ShardedParameter` and
 `ShardedModel`; these hold the DTensors and the runtime. References back, to leaves and modules, are weak, also in the
 runtime (csrc/runtime/param_state.h). An autograd graph holds leaves, so a backward can run after the modules are freed.
-The hook on a leaf refers to no object, because the garbage collector cannot traverse post-accumulate hooks.
+The post-accumulate hook of a leaf holds no object, because the garbage collector cannot traverse such hooks.
 """
 
 import math
@@ -76,12 +75,10 @@ class ShardedModel:
     ):
         """
         Args:
-            machine: rates and memory of the hardware, from which compiler passes plan transfers.
-            has_units: whether the parameters are of units, modules gathered whole; [Note: units] in units/unit.py.
-            domain: number of the domain (the parameters over one mesh); see [Note: domains] in placement.py.
+            has_units: whether the parameters are those of units; see [Note: units] in units/unit.py.
             divisor: the number that divides summed gradients. Default: the number of ranks in the mesh (means).
             scale_of_means: gradients are means over ranks times this factor; `gradient_divide_factor` of `shard`.
-            mesh_of_states: mesh of the DTensors that users see, if hosts shard them, too. Default: `mesh`.
+            mesh_of_states: with `states="global"`, the mesh of the main parameters. Default: `mesh`.
         """
         self.domain = domain
         self.scale_of_means = scale_of_means
@@ -89,12 +86,12 @@ class ShardedModel:
         self.over_hosts = mesh_of_states is not None  # see [Note: host shards] in csrc/runtime/host_shards.h
         self.mesh_of_states = mesh if mesh_of_states is None else mesh_of_states
         self.machine = machine
-        self.are_units = has_units  # if so, a backward may reduce a gradient twice, and deliver in another order
+        self.are_units = has_units
         self.groups = groups_of(mesh, has_units)
         self.runtime = self.groups.make_runtime(native_reduce=native_reduce, domain=domain, divisor=divisor)
         if self.over_hosts:
             self.runtime.spread_over_hosts()
-        has_others = bool(self.runtime.order_digests()) and not is_fake(mesh)  # shards or replicas
+        has_others = bool(self.runtime.order_digests()) and not is_fake(mesh)  # ranks with other shards or replicas
         self.order_check: OrderCheck | None = None
         self.program_check: Agreement | None = None  # compares compiled programs among the ranks that share shards
         if has_others:
@@ -111,25 +108,22 @@ class ShardedModel:
         self.provenance = Provenance()
         self.replays = Replays()
         self.unit_order: Any = None  # the `UnitOrder` if the model has units; its two ShardedModels share it
-        self.in_compiled = False  # the outermost forward that runs is compiled; reads between its graphs open blocks
+        self.in_compiled = False  # a compiled outermost forward runs; reads between its graphs gather blocks
         self.has_run = False  # whether a forward has begun
-        self.offloads: weakref.WeakSet[Any] = weakref.WeakSet()  # those of optimizers with states in host memory
-        self.block_order: Any = None  # the `BlockOrder` of the blocks (parameter groups) that eager code gathers
+        self.offloads: weakref.WeakSet[Any] = weakref.WeakSet()  # the `Offload`s of optimizers
+        self.block_order: Any = None  # the `BlockOrder`
         self.call_outermost: Any = None  # runs a module's call that no other forward contains; see units/blocks.py
         self.units: ShardedModel | None = None  # if the model has units, the ShardedModel of their parameters
         self.others: list[ShardedModel] = []  # in the first domain's ShardedModel: those of the other domains, in order
         self.agreement: Agreement | None = None  # `program_check`, if ranks with different programs would hang
 
     def local_shard(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this rank's shard of `part`; if `over_hosts`, the piece of this shard that the rank's host holds."""
+        """Return this rank's shard of `part`; if `over_hosts`, the host's piece of this shard."""
         shard = local_shard(part, dim, self.groups.world, self.groups.rank)
         return local_shard(shard, dim, self.mesh.size(0), self.mesh.get_local_rank(0)) if self.over_hosts else shard
 
     def gather_host_shards(self, held: Container[int]) -> None:
-        """After an optimizer step, start to all-gather over hosts the parameters that it changed, if hosts shard them.
-
-        `held`: ids of the optimizer's parameters.
-        """
+        """With `states="global"`, gather host shards after a step. `held`: ids of the optimizer's parameters."""
         if self.over_hosts:
             stepped = [
                 each.index
@@ -139,7 +133,7 @@ class ShardedModel:
             self.runtime.gather_host_shards(stepped)
 
     def choose(self, wanted: str) -> Choice:
-        """Return the transport for `wanted`, with the reason; see `zcompile.state.transport_choice.choose`."""
+        """See `zcompile.state.transport_choice.choose`."""
         return choose(wanted, self.mesh, self.groups.make_runtime_to_measure)
 
     def use_transport(self, wanted: str) -> None:
@@ -159,18 +153,17 @@ class ShardedModel:
         self.wanted_transport, self.transport = wanted, choice
         for other in models_of(self)[1:]:
             other.use_transport(wanted)
-        # Peer to peer, no check is needed: reduces are tagged, so ranks that run different programs raise, not hang.
+        # With p2p, ranks that run different programs raise and do not hang, because transfers of reduces have tags.
         self.agreement = self.program_check if choice.transport != "p2p" else None
         log.info("zcompile: transport %s: %s", *choice)
 
     def microbatch_cache_limit(self) -> int:
-        """Return the most bytes of parameters that may stay unsharded from one microbatch to the next; see
-        `zcompile.options.Settings.microbatch_cache_bytes`. It is 0 for units, and for all meshes but the first."""
+        """Return the most bytes that the microbatch cache may hold. It is 0 for units, and for all domains but 0."""
         if self.domain > 0 or self.are_units:
             return 0
         if self.microbatches.cache_bytes is not None:
             return self.microbatches.cache_bytes
-        # Sizes of full shards, so that all ranks get one limit: the last shards may be shorter.
+        # Mean sizes of shards, so that all ranks get the same result.
         shards_bytes = sum(
             -(-math.prod(each.shape) // model.runtime.world) * each.leaf.itemsize
             for model in models_of(self)
@@ -209,14 +202,11 @@ class ShardedModel:
         self.runtime.limit_cache(self.microbatch_cache_limit())
 
     def enter_forward(self) -> bool:
-        """Check the model before a forward. Copy `requires_grad` of DTensors, which users set, to leaves.
+        """Check the model before an outermost or compiled forward. Copy `requires_grad` from DTensors to leaves.
 
-        Called outside of compiled code, before the outermost forward and before each compiled forward. Raises
-        RuntimeError if the program has changed experts, `.data` or all-gather hooks in a way that gives wrong results.
-
-        Returns:
-            Whether the forward must run in eager, because a module has, or will have, another tensor in place of a
-            parameter (see substituted_parameters.py).
+        Raises RuntimeError if the program has changed experts, `.data` or all-gather hooks in a way that gives wrong
+        results. Returns whether the forward must run in eager: if another tensor replaces a parameter in a module
+        (substituted_parameters.py), or by `ForwardChecks.eager_without_grad`.
         """
         self.forward_checks.check()
         self.refuse_assigned_data()
@@ -252,8 +242,8 @@ class ShardedModel:
     def refuse_assigned_data(self) -> None:
         """Raise RuntimeError, once for each assignment, if the program has assigned to `.data` of a parameter.
 
-        A DTensor's values are in its local tensor. An assignment to the DTensor's `.data` leaves them as they were.
-        `torch.utils.swap_tensors` looks the same here, but also exchanges the local tensor: then the leaf is replaced.
+        A DTensor's values are in its local tensor, which such an assignment does not change. `torch.utils.swap_tensors`
+        also changes the local tensor, so in that case this makes a new leaf and does not raise.
         """
         sharded, names = list(self.parameters.values()), []
         while (index := self.runtime.assigned_data([each.parameter for each in sharded])) >= 0:
@@ -279,8 +269,8 @@ class ShardedModel:
                 )
 
     def follow_storage(self, sharded: ShardedParameter) -> bool:
-        """If the DTensor's storage was replaced, as by `load_state_dict(assign=True)`, make a new leaf (the tensor over
-        the shard that graphs read). Return whether it was replaced."""
+        """If the DTensor's storage was replaced, as by `load_state_dict(assign=True)`, make a new leaf. Return whether
+        it was replaced."""
         local = sharded.local()
         if sharded.has_leaf_of(local):
             return False
@@ -302,17 +292,14 @@ def models_of(state: ShardedModel) -> list[ShardedModel]:
 
 
 def install_leaves(state: ShardedModel) -> None:
-    """Let modules read the leaves (plain tensors that share a shard's memory) of all parameters, on all meshes."""
+    """Let modules read the leaves of all parameters, in all domains."""
     for each in models_of(state):
         for sharded in each.parameters.values():
             each.install_leaf(sharded)
 
 
 def state_of(model: nn.Module) -> ShardedModel:
-    """Return the ShardedModel of `model`. Its `units` is the ShardedModel of the units of `model`.
-
-    Raises RuntimeError if `model` is not sharded.
-    """
+    """Return the ShardedModel of `model`, not that of its units. Raises RuntimeError if `model` is not sharded."""
     found = [module.__dict__[STATE] for module in model.modules() if STATE in module.__dict__]
     if not found:
         raise RuntimeError(

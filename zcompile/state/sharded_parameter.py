@@ -1,7 +1,4 @@
-"""One sharded parameter: its DTensor, its leaf (plain tensor), and the hooks that move a gradient to the DTensor.
-
-See [Note: leaf and parameter] in sharded_model.py.
-"""
+"""One sharded parameter: its DTensor, leaf and gradient; see [Note: leaf and parameter] in sharded_model.py."""
 
 import functools
 import weakref
@@ -38,27 +35,26 @@ class ShardedParameter:
     """One parameter of a sharded model, with the state for its reads by modules and for its gradients."""
 
     name: str
-    index: int
+    index: int  # in the runtime
     parameter: nn.Parameter  # the DTensor that users see
     leaf_reference: "weakref.ref[nn.Parameter]"
     layout: Layout = field(kw_only=True)
     owner_references: "list[tuple[weakref.ref[nn.Module], str]]" = field(default_factory=list)
     is_whole: bool = False  # inside of `zcompile.unshard`, where modules have an unsharded parameter
-    unsharded: nn.Parameter | None = None  # the one that modules have while their unit or block is gathered
+    unsharded: nn.Parameter | None = None  # in modules while their unit or block is gathered
     extension: GatherExtension | None = None  # if it is gathered as components
     on_host: OnHost | None = None  # if the main parameter lies in host memory
     has_deferred: bool = False  # `.grad` is a factor for the sum that is reduced later; see `defer_grad`
-    factor_version: int = 0  # version of the factor, which the program must not write to; -1: autograd adds to it now
+    factor_version: int = 0  # version counter of this factor; -1 while autograd adds zeros to it
     unreduced: torch.Tensor | None = None  # this rank's sum of gradients
     earlier_grad: torch.Tensor | None = None  # `.grad` before the first deferred gradient
     on_grad: "Callable[[ShardedParameter], None] | None" = None  # called when `.grad` is set outside of `accumulate`
     accumulation: Any = None  # the autograd node that adds to `.grad`, with hooks while gradients are deferred
     methods: ClassVar[tuple[str, ...]] = "requires_grad_", "full_tensor"  # replaced on the DTensor
-    zeros_if_unused: ClassVar[bool] = False  # its gradient if no rank used it: zeros, or None
+    zeros_if_unused: ClassVar[bool] = False  # whether its gradient is zeros, and not None, if no rank used it
 
     @property
     def leaf(self) -> nn.Parameter:
-        """The plain tensor over this rank's shard that graphs and ops read."""
         leaf = self.leaf_reference()
         assert leaf is not None, f"zcompile: '{self.name}' was read after its modules were freed: keep the model"
         return leaf
@@ -103,11 +99,11 @@ class ShardedParameter:
             return cast(DTensor, self.parameter).to_local()
 
     def main_params(self) -> list[torch.Tensor]:
-        """Return the tensors by which users may write to the shard, whose version counters the runtime compares."""
+        """Return the tensors through which users may write to the shard. The runtime watches their version counters."""
         return [self.parameter, self.local()]
 
     def has_leaf_of(self, local: torch.Tensor) -> bool:
-        """Whether the leaf shares memory with `local`, the DTensor's local tensor, which programs may exchange."""
+        """Whether the leaf shares memory with `local`, the DTensor's local tensor, which programs may replace."""
         if (hooks := self.of_subclass) is not None:
             return part_held_by(self.parameter) is hooks.local
         return local.untyped_storage().data_ptr() == self.leaf.untyped_storage().data_ptr() and local.numel() > 0
@@ -144,22 +140,22 @@ class ShardedParameter:
         self.owner_parameters = owner._parameters  # holds the DTensor, unless the program replaced it
 
     def __del__(self) -> None:
-        self.drop_methods()  # an optimizer may hold the parameter for longer
+        self.drop_methods()  # the DTensor may live longer, for example in an optimizer
 
     def drop_methods(self) -> None:
         for name in self.methods:  # no global, which may be gone at the interpreter's end
             vars(self.parameter).pop(name, None)
 
     def set_requires_grad(self, requires_grad: bool = True) -> nn.Parameter:
-        """Stand in for the DTensor's `requires_grad_`. Also set the flag of the leaf, which compiled graphs guard."""
+        """Stand in for the DTensor's `requires_grad_`. Also set the leaf's flag, which compiled graphs guard."""
         self.leaf.requires_grad = self.parameter.requires_grad = requires_grad
         return self.parameter
 
     def full_tensor(self, *, grad_placements: Any = None, scale: float) -> torch.Tensor:
         """Stand in for the DTensor's `full_tensor`: average gradients over ranks, as for reads in a forward.
 
-        Why: by default, DTensor assumes that all ranks have the same gradient. If each rank has a loss over its own
-        batch, each shard would then get the gradient of its own rank only, as under FSDP2.
+        Why: DTensor assumes that all ranks have the same gradient. With a loss over its own batch on each rank, each
+        shard would get the gradient of its own rank only.
         """
         parameter = cast(DTensor, self.parameter)
         means = [Partial("avg")] * parameter.device_mesh.ndim
@@ -169,7 +165,7 @@ class ShardedParameter:
         return whole
 
     def post_accumulate_grad(self, leaf: torch.Tensor, is_late: bool = False) -> None:
-        """Add the gradient of `leaf` to the DTensor's `.grad`. Autograd calls this as the leaf's post-accumulate hook.
+        """Move the gradient of `leaf` into the DTensor's `.grad`. Autograd calls this after it set `leaf.grad`.
 
         Args:
             is_late: whether the gradient is of earlier backwards. It counts even if the parameter is frozen by now.
@@ -178,7 +174,7 @@ class ShardedParameter:
             RuntimeError: the program replaced the parameter, or a hook would see a gradient not summed over replicas.
         """
         grad, leaf.grad = leaf.grad, None
-        if grad is None:  # a compiled graph that found the parameter to have no effect
+        if grad is None:  # in a compiled graph, the parameter has no effect on the loss
             return
         parameter: Any = self.parameter
         if self.is_replaced():
@@ -186,7 +182,7 @@ class ShardedParameter:
         if not (parameter.requires_grad or is_late):
             return
         microbatches = getattr(leaf, MODEL).microbatches
-        accumulates = microbatches.accumulates  # this runs for each parameter in each step, so the usual path is short
+        accumulates = microbatches.accumulates
         if accumulates and microbatches.adds_up:
             self.defer_grad(grad)
             return
@@ -215,17 +211,17 @@ class ShardedParameter:
             self.let_reduce_add_to(dtensor_grad._local_tensor, parameter)
 
     def sharded_grad(self) -> Any:
-        """Return `.grad`, sharded like the parameter: autograd leaves the gradient of `parameter.sum()` replicated."""
+        """Return `.grad`, first resharded like the parameter: the gradient of `parameter.sum()`, say, is replicated."""
         grad, spec = cast(Any, self.parameter.grad), cast(Any, self.parameter)._spec
         if grad is not None and grad._spec is not spec and grad.placements != spec.placements:
             grad = self.parameter.grad = grad.redistribute(placements=spec.placements)
         return grad
 
     def defer_grad(self, zeros: torch.Tensor) -> None:
-        """Add this rank's gradient to `unreduced`. Keep `.grad` at ones until the `accumulate` block ends.
+        """Add this rank's gradient to `unreduced`. Set `.grad` to ones until the `accumulate` block ends.
 
-        Its end reduces the sum `unreduced`, and multiplies the result by `.grad`. So a program that scales `.grad`,
-        as pipeline schedules do, scales the sum. A program that sets `.grad` to None drops the gradients so far.
+        The block's end reduces `unreduced`, and multiplies the result by `.grad`. So if a program scales `.grad`, as
+        pipeline schedules do, it scales the sum. If it sets `.grad` to None, it drops the gradients so far.
 
         Raises:
             RuntimeError: `.grad` was changed in place between two backwards, which would scale later gradients, too.
@@ -259,7 +255,7 @@ class ShardedParameter:
 
     def take_unreduced(self) -> torch.Tensor | None:
         """Return and clear the sum of this rank's deferred gradients; None if there are none."""
-        rest = self.state.runtime.take_unreduced(self.index)  # if the parameter was frozen since: its hook took none
+        rest = self.state.runtime.take_unreduced(self.index)  # not taken by the hook if the parameter was frozen
         self.drop_if_zeroed()
         total, self.unreduced = self.unreduced, None
         if total is None or rest is None:
@@ -267,7 +263,7 @@ class ShardedParameter:
         return total.add_(rest)
 
     def add_to_earlier(self, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Autograd prehook: add a gradient of the DTensor itself to `earlier_grad`, because `.grad` is a factor now."""
+        """Autograd prehook: add a gradient of the DTensor itself to `earlier_grad`, and zeros to the factor `.grad`."""
         self.drop_if_zeroed()
         if not self.has_deferred:
             return grads
@@ -296,7 +292,7 @@ class ShardedParameter:
         return cast(torch.Tensor, factor._local_tensor)
 
     def without_base(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return `grad` less the earlier gradient from which its reduce began its sum; see `add_grad`."""
+        """Subtract from `grad` the earlier gradient with which its reduce began its sum, if any; see `add_grad`."""
         base = self.state.runtime.take_base(self.index) if self.state.microbatches.accumulates else None
         return grad if base is None else grad.sub_(base)
 
@@ -309,7 +305,7 @@ class ShardedParameter:
     def let_reduce_begin_anew(self) -> None:
         """Undo `let_reduce_add_to`: the next reduce begins with zero."""
         if self.state.microbatches.accumulates:
-            self.state.runtime.accumulate_onto(self.index, torch.empty(0))  # freed at once, so no reduce adds to it
+            self.state.runtime.accumulate_onto(self.index, torch.empty(0))  # the runtime ignores it once it is freed
 
     def add_grad(self, accumulated: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
         """Return the sum of `accumulated`, the gradient of earlier microbatches, and `grad`, the result of a reduce.
@@ -347,8 +343,8 @@ class _Attributes(dict[str, Any]):
 def as_parameter(unsharded: torch.Tensor) -> torch.Tensor:
     """Mark `unsharded` as an nn.Parameter for `isinstance(module.weight, nn.Parameter)`, and return it.
 
-    Why: some code, such as nn.ParameterList, wraps a plain tensor in a new nn.Parameter, whose gradient is lost. For a
-    parameter that is no autograd leaf, nn.Module raises an error instead.
+    Why: code such as nn.ParameterList would wrap a plain tensor in a new nn.Parameter, whose gradient would be lost. If
+    the tensor is marked, nn.Module raises an error, because it is no autograd leaf.
     """
     if not torch.compiler.is_compiling():
         unsharded._is_param = True
@@ -356,13 +352,13 @@ def as_parameter(unsharded: torch.Tensor) -> torch.Tensor:
 
 
 def model_of(leaf: object) -> "ShardedModel | None":
-    """Return the ShardedModel of `leaf`, an input of a compiled graph; None if it is no leaf of a parameter."""
+    """Return the ShardedModel of `leaf`; None if it is no leaf."""
     model: ShardedModel | None = getattr(leaf, MODEL, None)
     return model
 
 
 def _deliver(leaf: torch.Tensor) -> None:
-    """Post-accumulate hook of all leaves, which moves gradients. No closure, because of [Note: what frees a model]."""
+    """Post-accumulate hook of all leaves. It is no closure because of [Note: what frees a model]."""
     sharded: ShardedParameter = getattr(leaf, PARAMETER)
     sharded.post_accumulate_grad(leaf)
 
@@ -370,8 +366,8 @@ def _deliver(leaf: torch.Tensor) -> None:
 def _standing_in(sharded: ShardedParameter, method: Any, call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that replaces a DTensor's method and calls `call(sharded, ...)`.
 
-    The function refers to `sharded` weakly, so that it keeps no model alive. It has no weak reference to the DTensor,
-    because `torch.utils.swap_tensors` refuses tensors with weak references.
+    It holds `sharded` weakly, so that it keeps no model alive. It has no weak reference to the DTensor, because
+    `torch.utils.swap_tensors` refuses tensors with weak references.
     """
     reference, name = weakref.ref(sharded), method.__name__
 

@@ -24,7 +24,7 @@ from zcompile.whole_files import write
 log = logging.getLogger("zcompile")
 
 ops = torch.ops.zcompile
-_SPEED_VERSION = 2  # raised when a transport's speed changes, so that cached measurements are repeated
+_SPEED_VERSION = 2  # increase this when a transport's speed changes, so that cached measurements are repeated
 _MEASURED_NUMEL = 32 << 20  # 64 MiB in bf16, a matrix of a 7 B model
 
 
@@ -34,13 +34,13 @@ class Choice(NamedTuple):
 
 
 def choose(wanted: str, mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) -> Choice:
-    """Choose the transport that `wanted`, one of TRANSPORTS, asks for. A collective call; all ranks choose the same.
+    """Choose the transport for `wanted`, one of TRANSPORTS. A collective call; all ranks choose the same.
 
     Args:
         make_runtime: makes an empty runtime over the process groups of `mesh`, with which "auto" measures transfers.
 
     Raises:
-        ValueError: `wanted` is not known, or is not possible for this mesh; the text has the reason.
+        ValueError: `wanted` is not known, or is not possible for this mesh.
     """
     if wanted not in TRANSPORTS:
         raise ValueError(f"zcompile: transport must be one of {', '.join(TRANSPORTS)}, not {wanted!r}.")
@@ -107,7 +107,7 @@ def _faster(mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) -> Choice:
         times = all_gather_object(group, times)[0]
     if failed := next(filter(None, all_gather_over_mesh(mesh, failure)), ""):
         if dist.get_rank() == 0:
-            log.warning("zcompile: NCCL moves parameters and gradients, and its kernels slow compute, as %s", failed)
+            log.warning("zcompile: the transport is NCCL, whose kernels slow compute, because %s", failed)
         return Choice("nccl", failed)
     if measured and group.rank() == 0:
         _write_cache(key, times)
@@ -125,7 +125,6 @@ def _measure(make_runtime: Callable[[], _C.Model], device: str) -> tuple[dict[st
 
     Returns:
         Transport -> median microseconds until all gathers and matmuls are done; and the error of peer to peer, or "".
-        Peer to peer fails, for example, if the ranks' containers do not let them share memory.
     """
     runtime, count = make_runtime(), 4
     chunk = _MEASURED_NUMEL // runtime.world
@@ -159,13 +158,12 @@ def _measure(make_runtime: Callable[[], _C.Model], device: str) -> tuple[dict[st
 
 
 def _cache_file() -> Path | None:
-    """Return the path of the file of measured times; None for a user without a home directory."""
-    folder = cache_folder()
+    folder = cache_folder()  # None for a user without a home directory
     return None if folder is None else folder / "transport.json"
 
 
 def _read_cache() -> dict[str, dict[str, float]]:
-    """Return machine and versions -> times that an earlier `_measure` returned, without damaged entries."""
+    """Return key (GPUs and versions) -> times that an earlier `_measure` returned, without damaged entries."""
     file = _cache_file()
     try:
         known = json.loads(file.read_text()) if file else {}

@@ -1,6 +1,6 @@
-"""Calls users' gradient hooks on the DTensors in `model.parameters()`, and detects users' saved-tensor hooks.
+"""Calls users' gradient hooks on DTensors, and detects users' saved-tensor hooks.
 
-Autograd accumulates into leaves (plain tensors over shards), so it calls no hook of a DTensor. A leaf's hook does.
+Autograd accumulates into leaves, so it does not call the hooks of DTensors. The post-accumulate hook of a leaf does.
 """
 
 import contextlib
@@ -66,9 +66,9 @@ def saves_by_hooks() -> bool:
 
 @contextlib.contextmanager
 def hooks_for_others(storages: Collection[int]) -> Iterator[None]:
-    """Let users' saved-tensor hooks, such as `save_on_cpu`, leave tensors over `storages` (values of `_cdata`) alone.
+    """Keep users' saved-tensor hooks, such as `save_on_cpu`, from shards: tensors over `storages` (values of `_cdata`).
 
-    These are shards: backward gathers a shard by its storage, so it cannot gather a hook's copy.
+    Why: backward gathers a shard by its storage, so it cannot gather a copy that a hook made.
     """
     pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
