@@ -6,12 +6,14 @@ layer of a transformer; all other parameters form the root block. A block is *op
 parameters: during its forward and its backward. A block is a `Unit` object (units/unit.py). The root block stays
 unsharded from forward to backward, because backward would gather it again at once.
 
-A graph that zcompile compiles gathers each parameter where it is read, and opens no block, except a block with a tensor
-subclass: the subclass's all-gather hooks are Python, so the graph breaks at the block. Blocks compiled by another
-backend of torch.compile open too, because its graphs would keep gathered parameters until backward. If eager code reads
-a parameter while its block is not open, the block opens until the outermost forward ends. All ranks must run the same
-blocks, as under FSDP2, because a rank issues no collectives for a block that it skips. For a parameter of a block that
-it did not use, a rank reduces zeros. Hooks on a block's results and inputs begin and end the block's backward.
+A graph that zcompile compiles gathers each parameter where it is read, and opens no block. But a block with components
+(gather_extension.py) opens, because they are made in Python; so the graph breaks at the block. A block compiled by
+another backend of torch.compile also opens: gathers in its graph would stay in memory until backward. If eager code
+reads a parameter while its block is not open, the block opens until the outermost forward ends.
+
+All ranks must run the same blocks, as under FSDP2, because a rank issues no collectives for a block that it skips. If a
+rank runs a block but does not use one of its parameters, it reduces zeros for this parameter. Hooks on a block's
+results and inputs begin and end the block's backward.
 """
 
 import functools
@@ -34,8 +36,7 @@ from zcompile.units.forward import UnitCall, call_inside, records_graph
 from zcompile.units.order import GATHER, EventList, UnitOrder, in_backward
 from zcompile.units.unit import Unit
 
-# A smaller block joins the root block: the time of its transfer would be latency alone.
-MIN_BLOCK_BYTES = 1 << 20
+MIN_BLOCK_BYTES = 1 << 20  # parameters of a smaller module join the root block, as their own transfer would be latency
 
 
 def make_blocks(state: ShardedModel, model: nn.Module) -> list[Unit]:
@@ -70,7 +71,7 @@ def make_blocks(state: ShardedModel, model: nn.Module) -> list[Unit]:
 
 
 def order_blocks(state: ShardedModel, blocks: list[Unit]) -> None:
-    """Let the outermost forwards of modules of `state` (inside of no other forward) gather `blocks` block by block."""
+    """Let outermost forwards of modules of `state` gather `blocks` one by one."""
     if blocks:
         state.block_order = BlockOrder(blocks, state.mesh, state.machine.memory_bytes // 16)
         state.call_outermost = _call_outermost
@@ -87,13 +88,13 @@ class BlockOrder(UnitOrder):
         self.read_units: list[Unit] = []  # blocks that `read` has opened in this forward
         self.reads: list[_BlockCall] = []  # for each of `read_units`, if autograd records the forward
         self.has_read = False  # whether blocks that `read` opened may still have memory
-        self.has_extended = any(unit.extended for unit in units)  # whether blocks open in compiled code, too
+        self.has_extended = any(unit.extended for unit in units)  # whether blocks open in compiled forwards
 
     @torch.compiler.disable
     def read(self, unit: Unit) -> None:
         """Unshard block `unit` until the outermost forward ends, because eager code reads a parameter of it.
 
-        No forward prefetches this gather. So a rank that does not read the block issues none, and all ranks raise.
+        All ranks must do so. This gather is not prefetched, so if one rank does not read the block, all ranks raise.
         """
         unit.follow_requires_grad()
         if unit.is_here:
@@ -186,7 +187,7 @@ def _connect(call: _BlockCall, result: Any) -> Any:
     def connect(tensor: torch.Tensor) -> torch.Tensor:
         call.has_result = True
         if call.unit.has_memory_of(tensor):
-            tensor = tensor.clone()  # a parameter, or a view of one, would lose its memory
+            tensor = tensor.clone()  # `tensor` is a parameter, or a view of one, whose memory is freed after forward
         if tensor.requires_grad:
             call.begin_with_gradient_of(tensor)
         return tensor
@@ -228,7 +229,7 @@ def _leave(unit: Unit, begun: _BlockCall | None) -> None:
 
 @torch._dynamo.disable(recursive=False, reason="all-gather hooks of tensor subclasses run in eager: zcompile.shard")
 def _call_open(unit: Unit, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Run `call(module, *args, **kwargs)` while the block `unit` is open (its modules hold unsharded parameters)."""
+    """Run `call(module, *args, **kwargs)` while the block `unit` is open."""
     if unit.in_forward or unit.has_given_parameters() or (in_backward() and unit.is_open):
         return call(module, *args, **kwargs)
     begun: _BlockCall | None = None
@@ -311,7 +312,7 @@ def _call_compiled(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _opened_by(module: nn.Module) -> tuple[Unit, ...]:
-    """Return the blocks that have parameters of modules in `module`, but are not called by its forward."""
+    """Return the blocks that have parameters of modules in `module`, but whose own module is not in `module`."""
     opened: tuple[Unit, ...] | None = module.__dict__.get(OPENED)
     if opened is None:
         inside = set(module.modules())

@@ -30,7 +30,7 @@ def repeated_modules(model: nn.Module, units: Container[nn.Module], min_bytes: i
 
     Args:
         units: modules to leave out, with all modules inside of them.
-        min_bytes: a child with fewer bytes of parameters is left out; the children of lists inside of it are not.
+        min_bytes: leave out a child with fewer bytes of parameters. Lists inside of this child are still searched.
     """
     repeated: list[nn.Module] = []
     inside: set[nn.Module] = set()
@@ -50,7 +50,6 @@ def repeated_modules(model: nn.Module, units: Container[nn.Module], min_bytes: i
 
 
 def _compiled_module(module: nn.Module) -> nn.Module:
-    """Return the original module if `module` is the result of `torch.compile`, else `module`."""
     return module._orig_mod if isinstance(module, OptimizedModule) else module
 
 
@@ -61,9 +60,10 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def loops_over_experts(module: nn.Module) -> bool:
-    """Whether `module` reads experts one by one, so that ranks may read different ones.
+    """Whether `module` reads experts one by one, so that ranks may read different experts.
 
-    True if its Hugging Face config says so, it has a list of experts, or its forward reads its parameters in a loop.
+    A Hugging Face config decides, if it names the implementation. If not: whether `module` has a list of experts, or
+    its forward reads its parameters in a loop.
     """
     implementation = experts_implementation(module)
     if implementation is not None:
@@ -76,7 +76,7 @@ def loops_over_experts(module: nn.Module) -> bool:
 
 
 def experts_implementation(module: nn.Module) -> str | None:
-    """Return a Hugging Face module's `config._experts_implementation`, by which forward computes experts, or None."""
+    """Return how a Hugging Face module computes its experts (`config._experts_implementation`); None for others."""
     if not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):
         return None
     found: str | None = getattr(getattr(module, "config", None), "_experts_implementation", None)
@@ -84,7 +84,7 @@ def experts_implementation(module: nn.Module) -> str | None:
 
 
 class ExpertsImplementation:
-    """How a Hugging Face module computed its experts in `zcompile.shard`, kept to detect a later change."""
+    """How a Hugging Face module computed its experts at `zcompile.shard`, to detect a later change."""
 
     def __init__(self, path: str, module: nn.Module):
         self.path, self.module, self.at_shard = path, weakref.ref(module), experts_implementation(module)
@@ -96,8 +96,8 @@ class ExpertsImplementation:
         if now != self.at_shard and now is not None and "eager" in (now, self.at_shard):
             raise RuntimeError(
                 f"zcompile: '{self.path}' computes its experts by '{now}' (config._experts_implementation), but used "
-                f"'{self.at_shard}' in zcompile.shard (rank {dist.get_rank()}). A loop over experts needs other "
-                "all-gathers than a grouped matmul: set config._experts_implementation before zcompile.shard."
+                f"'{self.at_shard}' in zcompile.shard (rank {dist.get_rank()}). 'eager', a loop over experts, needs "
+                "other all-gathers: set config._experts_implementation before zcompile.shard."
             )
 
 
@@ -108,7 +108,7 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _reads_in_loop(module: nn.Module) -> bool:
-    """Whether the forward of `module`, whose class is named as experts, reads an own 3-D parameter in a loop."""
+    """Whether the class of `module` has "expert" in its name, and its forward reads an own 3-D parameter in a loop."""
     names = {name for name, parameter in module._parameters.items() if parameter is not None and parameter.ndim == 3}
     if not names or "expert" not in type(module).__name__.lower():
         return False
@@ -122,7 +122,7 @@ def _reads_in_loop(module: nn.Module) -> bool:
 
 
 def implementations(model: nn.Module) -> list[ExpertsImplementation]:
-    """Return an ExpertsImplementation for each module of `model` that can compute its experts in several ways."""
+    """Return an ExpertsImplementation for each module whose Hugging Face config says how to compute its experts."""
     return [ExpertsImplementation(p, m) for p, m in model.named_modules() if experts_implementation(m) is not None]
 
 
@@ -145,9 +145,7 @@ def find_units(model: nn.Module, wanted: Iterable[UnitLike]) -> dict[str, nn.Mod
 
 
 def leave_shared(group_of: MutableMapping[nn.Module, Any], owners: Iterable[Collection[nn.Module]]) -> None:
-    """Remove each module that shares a parameter with a module outside of its group (a unit or block) from the group.
-
-    Then the modules that share a parameter are all in the same group, or all in none.
+    """Remove modules from their groups (units or blocks) until those that share a parameter have one group, or none.
 
     Args:
         group_of: module -> its group, changed in place. Modules without a group are absent.

@@ -21,9 +21,9 @@ class UnitCall:
     def __init__(self, unit: Unit):
         self.unit = unit
         self.order: UnitOrder = unit.order
-        self.shards = unit.leaves()  # held here, because modules may drop them before backward
+        self.shards = unit.leaves()  # kept alive until backward, because the program may delete the modules
         self.is_in_backward = self.creates_graph = self.was_split = False
-        self.has_result = True  # forward returned a tensor, whose gradient begins backward
+        self.has_result = True  # whether forward returned a tensor, whose gradient begins the backward
         self.given: dict[int, int] = {}  # id -> version of each tensor among the arguments of forward
         unit.calls_ahead.add(self)
 
@@ -50,7 +50,7 @@ class UnitCall:
     def note_split_backward(self) -> None:
         """Record whether this backward is of inputs alone, as in a zero-bubble pipeline.
 
-        Raises RuntimeError if it is, but `zcompile.accumulate` did not keep the unit unsharded.
+        Raises RuntimeError if it is, inside of `zcompile.accumulate`, and the microbatch cache does not hold the unit.
         """
         unit, was_split = self.unit, self.was_split
         is_split = unit.in_split_backward()
@@ -71,7 +71,7 @@ class UnitCall:
         if self.is_in_backward:
             self.is_in_backward = False
             self.unit.calls_in_backward -= 1
-            self.unit.close(keep=self.creates_graph)  # the graph that create_graph=True makes reads parameters, too
+            self.unit.close(keep=self.creates_graph)  # a backward of the graph of create_graph=True reads parameters
 
     def end_with_gradients_of(self, given: Any) -> None:
         """Call `end_backward` when a tensor in `given`, forward's arguments, gets its gradient.
@@ -81,11 +81,12 @@ class UnitCall:
         for each in tensors_in(given):
             self.given[id(each)] = each._version  # an id is unique while forward runs: its caller holds the tensor
             if each.requires_grad and not each.is_leaf:  # a leaf would keep the hook for all later backwards
-                each.register_hook(hook_calling(weakref.WeakMethod(self.end_backward)))  # weak: users may keep it
+                # Weak, because users may keep the tensor.
+                each.register_hook(hook_calling(weakref.WeakMethod(self.end_backward)))
 
 
 def hook_calling(method: Callable[[], Callable[[], None] | None]) -> Callable[[torch.Tensor], None]:
-    """Return a tensor hook that calls `method()()`. If `method()` is None, a dead weak reference, it does nothing."""
+    """Return a tensor hook that calls `method()()`, or nothing if `method` is a dead weak reference."""
 
     @never_compiled_alone
     def run(_: torch.Tensor) -> None:
@@ -96,10 +97,10 @@ def hook_calling(method: Callable[[], Callable[[], None] | None]) -> Callable[[t
 
 
 class _Entry(torch.autograd.Function):
-    """The autograd node at the begin of a unit's forward. Its backward runs after those of all nodes in the unit.
+    """The first autograd node of a unit's forward. Its backward runs after those of all other nodes of the unit.
 
-    Why: autograd runs ready nodes in the reverse order of forward. The backward of `_Exit` makes this node ready, and
-    forward made all other nodes of the unit after this one.
+    Why: it is ready after the backward of `_Exit`. But of all ready nodes, autograd first runs those that forward made
+    last.
     """
 
     @staticmethod
@@ -118,13 +119,13 @@ class _Entry(torch.autograd.Function):
 
 
 class _Exit(torch.autograd.Function):
-    """The autograd node of a unit's result. Its backward runs before those of all other nodes in the unit."""
+    """The autograd node of a unit's result. Its backward runs before those of all other nodes of the unit."""
 
     @staticmethod
     def forward(ctx: Any, call: UnitCall, entry: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
-        # A checkpoint recomputes until the last saved tensor: on all ranks `entry`, so all of them run the whole unit.
+        # A checkpoint recomputes until the last saved tensor. That is `entry` on all ranks, so all recompute the unit.
         ctx.save_for_backward(entry)
         return tuple(tensor.detach() for tensor in tensors)  # not views, to which torch forbids callers to write
 
@@ -136,15 +137,15 @@ class _Exit(torch.autograd.Function):
 
 
 def _connect(call: UnitCall, entry: torch.Tensor, result: Any, given: Any) -> Any:
-    """Return the unit's `result`, whose backward gathers the unit first, and ends at `_Entry`, the node of `entry`."""
+    """Return the unit's `result`, whose backward begins with `_Exit` and ends with `_Entry`, the node of `entry`."""
     values = tensors_in(result)
     call.has_result = bool(values)
-    # Arguments that the unit returns stay the same tensors: autograd must see if the caller changes them in place.
+    # Return an argument as it is, and not through `_Exit`: autograd must see if the caller changes it in place.
     known = {id(_base_of(value)) for value in tensors_in(given)}
     places = [i for i, value in enumerate(values) if _is_differentiable(value) and id(_base_of(value)) not in known]
     # Other results must not get a grad_fn: a buffer to which they are added would hold the graphs of all steps.
     needed = [i for i in places if values[i].requires_grad]
-    if not needed and call.unit.trains():  # this rank must reduce if other ranks use a parameter
+    if not needed and call.unit.trains():  # other ranks may use a parameter, so this rank must reduce, too
         needed = places[:1]
     if not needed:
         return result
@@ -222,9 +223,9 @@ def call_unit(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
 
 @never_compiled_alone
 def call_inside(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
-    """Run `call(module, *args, **kwargs)`, the forward of a module inside of a unit.
+    """Run the forward of a module inside of a unit, whose result may begin the unit's backward.
 
-    A forward hook may use the module's result outside of the unit. So the unit's backward may begin with this result.
+    Why: a forward hook may let code outside of the unit use this result.
     """
     result = call(module, *args, **kwargs)
     if not torch.compiler.is_compiling():
@@ -243,10 +244,7 @@ def _watch(unit: Unit, result: Any) -> None:
 
 @torch._dynamo.disable(recursive=False, reason="it calls a unit, whose gathers run in eager: see zcompile.shard")
 def call_parent(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
-    """Run `call(module, *args, **kwargs)`, the forward of a module that calls units.
-
-    Then issue the collectives of units that it skipped: other ranks, which called them, do so in the same module.
-    """
+    """Run the forward of a module that calls units. Then issue the collectives of units that it skipped."""
     units: list[Unit] = module.__dict__[UNITS_BELOW]
     before = [unit.calls for unit in units]
     result = call(module, *args, **kwargs)
@@ -258,7 +256,7 @@ def call_parent(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
 
 @torch.compiler.disable
 def _pass_by(unit: Unit, result: Any) -> Any:
-    """Gather and reshard `unit`, which this rank skipped. Return the caller's `result`: its backward reduces zeros."""
+    """Gather and reshard `unit`, which this rank skipped. Return `result` with a backward that reduces zeros for it."""
     order: UnitOrder = unit.order
     if order.made_up_for(unit) or unit.is_whole() or unit.has_given_parameters():
         return result

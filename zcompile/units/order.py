@@ -75,7 +75,7 @@ def make_units(state: ShardedModel, root: nn.Module, modules: Mapping[str, nn.Mo
 
 
 def _caller_of(root: nn.Module, path: str) -> nn.Module | None:
-    """Return the innermost module around the one at `path` that has a forward, which a ModuleList has not."""
+    """Return the innermost module around the one at `path` that has a forward (a ModuleList has none)."""
     while path:
         path = path.rpartition(".")[0]
         module = root.get_submodule(path)
@@ -85,7 +85,7 @@ def _caller_of(root: nn.Module, path: str) -> nn.Module | None:
 
 
 def order_units(state: ShardedModel, units: Sequence[Unit]) -> None:
-    """Make the `UnitOrder` of `units`. A unit and its prefetched successor get at most 1/16 of the device's memory."""
+    """Make the `UnitOrder` of `units`. A unit and the prefetched next one may use 1/16 of the device's memory."""
     if state.units is not None:
         order = UnitOrder(units, state.mesh, state.machine.memory_bytes // 16)
         state.unit_order = state.units.unit_order = order
@@ -106,25 +106,25 @@ class EventList:
 class UnitOrder:
     """The order in which one model's units gather and reduce. Only one thread may use it at a time.
 
-    Code around a unit may be compiled, so methods that other files call are hidden from Dynamo.
+    Dynamo may trace the code around a unit, so methods that other files call must be hidden from Dynamo.
     """
 
     may_skip = True  # whether a rank may skip a unit that other ranks call
 
     def __init__(self, units: Sequence[Unit], mesh: DeviceMesh, budget_bytes: int):
-        """`budget_bytes`: a unit is prefetched if its and the previous unit's unsharded parameters fit in this."""
+        """`budget_bytes`: a unit is prefetched if its unsharded parameters and the previous unit's fit in this."""
         self.units, self.mesh, self.budget_bytes = list(units), mesh, budget_bytes
         indices = range(len(self.units))
         self.forward = EventList([(GATHER, i) for i in indices])
         self.backward = EventList([(kind, i) for i in reversed(indices) for kind in (GATHER, REDUCE)])
         self.in_root = False  # a forward of the whole model runs
-        self.splits = 0  # forwards of units whose backward was of inputs alone, and not yet of parameters
+        self.splits = 0  # number of calls of units whose backward was of inputs alone, and not yet of parameters
         self.rounds = 0  # number of forwards of the whole model whose backward has begun and not ended
         self.begun_rounds = 0  # number of forwards of the whole model whose backward began in this call of autograd
         self.callback: weakref.ref[Any] | None = None  # end-of-backward callback; only the running backward holds it
-        self.calls_in_backward: list[UnitCall] = []  # forwards of units that this backward has reached
+        self.calls_in_backward: list[UnitCall] = []  # calls of units that this backward has reached
         self.reductions: deque[Reduction] = deque()  # started, and not waited for
-        self.undecided: list[Reduction] = []  # complete, with parameters that maybe only other ranks used
+        self.undecided: list[Reduction] = []  # complete, with parameters that perhaps no rank used
         self.backwards, self.next_comparison = 0, 1
 
     # --- calls by modules and autograd -------------------------------------------------------------------------------
@@ -205,11 +205,7 @@ class UnitOrder:
 
     @torch.compiler.disable
     def reduce(self, unit: Unit, shards: Sequence[torch.Tensor]) -> None:
-        """Start to reduce-scatter the gradients of `unit`, with zeros for parameters that have none.
-
-        Args:
-            shards: the leaves of the unit's parameters (plain tensors over this rank's shards).
-        """
+        """Start to reduce the gradients of `unit`, with zeros for parameters that have none. `shards`: its leaves."""
         self.queue_callback()
         event = (REDUCE, unit.index)
         self.backward.done.append(event)
@@ -227,7 +223,7 @@ class UnitOrder:
         return self.in_root if events is self.forward else self.rounds > 0
 
     def come_to(self, events: EventList, event: Event) -> int | None:
-        """Return the index of `event` in `events`, or None. If the whole model runs, make up earlier events first."""
+        """Return the index of `event` in `events`, or None. If the whole model runs, first issue all earlier events."""
         whole = self.is_whole(events)
         position = events.find(event, events.at)
         if whole and position is None and self.rounds > 1 and events is self.backward:
@@ -243,7 +239,7 @@ class UnitOrder:
         return position
 
     def make_up(self, events: EventList, end: int) -> None:
-        """Issue the next collectives of `events`, up to index `end`: their units are those that this rank skipped."""
+        """Issue the next collectives of `events`, up to index `end`. They are of units that this rank skipped."""
         while events.at < end:
             kind, index = events.events[events.at]
             position, unit = events.at, self.units[index]
@@ -259,7 +255,7 @@ class UnitOrder:
                 self.start_reduce(unit, unit.leaves())
 
     def end_round(self) -> None:
-        """End the backward of one forward: issue its remaining collectives. One call of autograd may run several."""
+        """Issue the remaining collectives of the backward of one forward. Autograd may run several such backwards."""
         self.make_up(self.backward, len(self.backward.events))
         self.backward.at = 0
         self.rounds -= 1
@@ -291,7 +287,7 @@ class UnitOrder:
         events.ahead.clear()
 
     def drop_of_ahead(self, unit: Unit, dropped: Sequence[bool]) -> None:
-        """Remove parameters from prefetched gathers of `unit`; `dropped` says for each whether to remove it."""
+        """Remove from prefetched gathers of `unit` those parameters whose entry in `dropped` is True."""
         for events in (self.forward, self.backward):
             for position, gathered in events.ahead.items():
                 if events.events[position][1] == unit.index:
@@ -311,7 +307,7 @@ class UnitOrder:
     def queue_callback(self) -> None:
         """Have autograd call `finish_backward` at the end of this backward.
 
-        Raises RuntimeError if compiled autograd traces it, because it would reduce gradients before they exist.
+        Raises RuntimeError if compiled autograd traces the backward: it would reduce gradients before they exist.
         """
         if compiled_autograd.in_compiled_autograd_region:
             raise RuntimeError(
@@ -328,7 +324,7 @@ class UnitOrder:
             Variable._execution_engine.queue_callback(callback)
 
     def abandon_if_raised(self) -> None:
-        """Call `abandon` if the last backward raised an error, because autograd has then dropped `callback`."""
+        """Call `abandon` if the last backward raised an error: then autograd has freed the callback."""
         if self.callback is not None and self.callback() is None:
             self.abandon()
 
@@ -352,7 +348,7 @@ class UnitOrder:
 
     @torch.compiler.disable
     def finish_backward(self) -> None:
-        """At the end of backward, issue its remaining collectives, add the gradients to `.grad`, and reshard."""
+        """At the end of backward, issue the remaining collectives, add gradients to `.grad`, and reshard."""
         try:
             while self.rounds > 0:
                 self.end_round()
@@ -368,7 +364,7 @@ class UnitOrder:
                 Variable._execution_engine.queue_callback(self.compare)
 
     def reduce_rest(self) -> None:
-        """Reduce gradients that came after the unit's backward, or without one (from a tensor that a hook kept)."""
+        """Reduce gradients that came after a unit's backward, or without one, as from a tensor that a hook kept."""
         shards = {call.unit.index: call.shards for call in self.calls_in_backward}
         for unit in self.units:
             if unit.has_grads and not unit.is_split:
@@ -423,7 +419,7 @@ class UnitOrder:
 
     @torch.compiler.disable
     def compare(self) -> None:
-        """Let all ranks adopt the order of a rank that has called every unit that was called, if such a rank exists."""
+        """Let all ranks adopt the order of the first rank that called all units that any rank called, if one did."""
         self.next_comparison = 2 * self.backwards
         records = all_gather_over_mesh(self.mesh, (self.forward.done, self.backward.done))
         called = {event for forward, _ in records for event in forward}

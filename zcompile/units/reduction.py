@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Reduction:
-    """The reduce-scatters of one backward of a unit (a module whose parameters are gathered together)."""
+    """The reduce-scatters of one backward of a unit."""
 
     unit: "Unit"
-    trained: list[int] = field(default_factory=list)  # positions in unit.sharded
+    trained: list[int] = field(default_factory=list)  # indices in `unit.sharded` of the reduced parameters
     used: list[bool] = field(default_factory=list)  # for each of `trained`: whether this rank used it, or gets zeros
     started: list[torch.Tensor] = field(default_factory=list)  # for each of `trained`: the reduced shard
     counts: list[torch.Tensor] = field(default_factory=list)  # of each domain: number of ranks that used each parameter
-    wires: list[torch.Tensor] = field(default_factory=list, repr=False)  # that transfers read; kept until the wait
+    wires: list[torch.Tensor] = field(default_factory=list, repr=False)  # inputs of transfers; kept alive until `wait`
     rest: list[int] = field(default_factory=list)  # indices in `trained` that `deliver_used` did not deliver
 
     def add(
@@ -34,7 +34,7 @@ class Reduction:
         counts: torch.Tensor,
         wires: list[torch.Tensor],
     ) -> None:
-        """Add the gradients of a domain."""
+        """Add the reduces of one domain."""
         self.trained += trained
         self.used += used
         self.started += started
@@ -42,11 +42,7 @@ class Reduction:
         self.wires += wires
 
     def wait(self) -> None:
-        """Wait for the reduces.
-
-        Raises:
-            RuntimeError: another rank did not join the reduces. The text names rank and parameter.
-        """
+        """Wait for the reduces. Raises RuntimeError if another rank did not join them."""
         with torch._C._DisableTorchDispatch():  # as in `Unit._own_transfer`
             wait_for_reduces([*self.started, *self.counts])
         self.wires = []
@@ -54,7 +50,7 @@ class Reduction:
     def deliver_used(self) -> bool:
         """Add gradients to `.grad` of parameters that this rank used. Return whether any are left for `deliver_rest`.
 
-        If a parameter has users' hooks, all are left: hooks may issue collectives, so all ranks need the same order.
+        If one has users' hooks, all are left: hooks may issue collectives, which all ranks need in the same order.
         """
         has_hooks = any(self.unit.sharded[i].has_hooks for i in self.trained)
         self.rest = [k for k, used in enumerate(self.used) if has_hooks or not used]
@@ -68,7 +64,7 @@ def deliver_rest(reductions: Sequence[Reduction]) -> None:
     """Add to `.grad` the gradients that `deliver_used` left, of parameters that any rank used. Waits for the device."""
     if not reductions:
         return
-    # Each domain counts the uses of its own parameters alone.
+    # A domain counts zero for parameters of other domains.
     counts = torch.cat([torch.stack(reduction.counts).sum(0) for reduction in reductions]).tolist()
     sums: dict[tuple[int, int], tuple[ShardedParameter, torch.Tensor]] = {}  # by unit and position
     unused: list[ShardedParameter] = []
@@ -85,7 +81,7 @@ def deliver_rest(reductions: Sequence[Reduction]) -> None:
         begin += len(unit.sharded)
     for sharded, grad in sums.values():
         _deliver(sharded, grad)
-    for sharded in unused:  # drop the zeros that the runtime has added up
+    for sharded in unused:  # drop the zeros that the runtime has summed
         sharded.state.runtime.take_unreduced(sharded.index)
 
 

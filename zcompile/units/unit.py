@@ -4,14 +4,16 @@
 If a module reads different parameters on each rank, as a loop over experts does, it cannot gather each one at its read:
 a collective needs every rank. So the module is a unit: its forward first gathers all of its parameters, in the order of
 `named_parameters`. While the forward runs, the `_parameters` of its modules hold unsharded `nn.Parameter`s. So compiled
-code inside of a unit has no collective, and may differ between ranks. The unsharded parameters are autograd leaves, and
-stay the same objects for the life of the model. Their memory (csrc/runtime/unsharded_memory.h) is freed after forward,
-and backward gathers the unit again before its first read. Autograd accumulates into their `.grad`. When the backward of
-the unit ends, all gradients are reduce-scattered together, with zeros for parameters that this rank did not use. If no
-rank used a parameter, it must get no gradient, as in an unsharded model. So ranks also reduce flags that say which
-parameters they used; in the runtime, these flags are the gradient of one more parameter.
+code inside of a unit has no collective, and may differ between ranks.
 
-Because all ranks must gather alike, the place in the program (forward, backward or checkpoint) decides which units are
+The unsharded parameters are autograd leaves, and stay the same objects until their dtypes change. Their memory
+(csrc/runtime/unsharded_memory.h) is freed after forward, and backward gathers the unit again before its first read.
+Autograd accumulates into their `.grad`. When the backward of the unit ends, all gradients are reduced together, with
+zeros for parameters that this rank did not use. If no rank used a parameter, it must get no gradient, as in an
+unsharded model. So ranks also reduce flags that say which parameters they used; in the runtime, these flags are the
+gradient of one more parameter.
+
+All ranks must gather alike. So the place in the program (forward, backward or checkpoint) decides which units are
 gathered and when, never the memory that a rank has. The order of units is in units/order.py.
 """
 
@@ -45,7 +47,7 @@ reduce_group_start = torch.ops.zcompile.reduce_group_start.default
 
 
 class _Group(NamedTuple):
-    """Parameters that one transfer gathers: those of one dtype that are sharded over one mesh (a domain)."""
+    """Parameters that one transfer gathers: those of one domain and dtype."""
 
     domain: int
     dtype: torch.dtype
@@ -55,22 +57,22 @@ class _Group(NamedTuple):
 
 
 class _Extended(NamedTuple):
-    """Parameters that one transfer gathers as components: tensors from all-gather hooks, see gather_extension.py."""
+    """Parameters of one domain, which one transfer gathers as components; see gather_extension.py."""
 
     model: weakref.ref[ShardedModel]
     positions: list[int]  # in Unit.sharded
 
 
 class _Domain(NamedTuple):
-    """Parameters whose gradients one transfer reduces: those sharded over one mesh (a domain; see placement.py)."""
+    """Parameters of one domain, whose gradients one transfer reduces."""
 
     model: weakref.ref[ShardedModel]
     positions: list[int]  # in Unit.sharded
-    use: torch.Tensor  # the shard to which the flags of used parameters reduce; its own values have no meaning
+    use: torch.Tensor  # leaf of the parameter whose gradient is the flags of use; its values have no meaning
 
 
 class Unit:
-    """One module and its parameters; see [Note: units]."""
+    """A unit or block: a module and its parameters; see [Note: units]."""
 
     def __init__(
         self,
@@ -82,15 +84,15 @@ class Unit:
         """
         Args:
             index: the unit's index in its `UnitOrder`.
-            sharded: the parameters of the module and of its submodules, in the order of `named_parameters`.
+            sharded: the parameters, in the order of `named_parameters`.
         """
         self.name, self.index = name, index
-        self.model = weakref.ref(state)  # the ShardedModel that has the parameters
+        self.model = weakref.ref(state)  # the ShardedModel of the parameters; domain 0 if a block has several
         self.is_block = not state.are_units  # see [Note: blocks] in units/blocks.py
         self.opener: weakref.ref[nn.Module] | None = None  # the module of a block; None for the root block
-        self.is_root = False  # the root block: all parameters of no other block; keeps its memory until backward
+        self.is_root = False  # whether this is the root block, which keeps its memory until backward
         self.in_forward = False
-        self.calls = 0
+        self.calls = 0  # number of forwards of the unit on this rank
         self.call: UnitCall | None = None  # the forward that runs, if autograd records it
         self.calls_in_backward = 0
         self.is_open = False  # its modules have the unsharded parameters
@@ -99,10 +101,9 @@ class Unit:
         self.calls_ahead: weakref.WeakSet[UnitCall] = weakref.WeakSet()  # forwards whose backward has not begun
         self.is_split = False  # had a backward of inputs alone; gradients are reduced when `accumulate` ends
         self.unsharded: list[nn.Parameter] = []  # in the order of `sharded`
-        self.versions: list[int] = []  # of `unsharded` while they have memory; autograd compares them
+        self.versions: list[int] = []  # version counters of `unsharded` when they last had memory
         self.made_for: list[torch.dtype] = []  # the `dtypes` for which `unsharded` was made
-        # The local tensor of each unsharded parameter, in the order of `plain`.
-        self.parts: list[torch.Tensor] = []
+        self.parts: list[torch.Tensor] = []  # the local tensors of those `unsharded` whose positions are in `plain`
         self.storages: frozenset[int] = frozenset()  # of `unsharded`, and of their components
         self.has_grads = False  # some of `unsharded` have gradients
         device = sharded[0].leaf.device
@@ -146,7 +147,7 @@ class Unit:
         self.closed = self._by_name([each.parameter for each in self.sharded])
 
     def _by_name(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, nn.Parameter]]:
-        """Return for each of `tables` (a module's `_parameters`) name -> parameter; `parameters` are as `sharded`."""
+        """Return name -> parameter for each of `tables`. `parameters` are in the order of `sharded`."""
         return [{name: parameters[i] for name, i in positions.items()} for _, positions in self.tables]
 
     def drop_freed(self) -> None:
@@ -178,7 +179,7 @@ class Unit:
         return _Group(domain, dtype, positions, sizes, [len(shape) for shape in shapes])
 
     def _domain(self, positions: list[int]) -> _Domain:
-        """Return the `_Domain` of the parameters at `positions`. Add a parameter for flags of use to its runtime."""
+        """Return the `_Domain` of the parameters at `positions`. Add the parameter for flags of use to its runtime."""
         model, count = self.sharded[positions[0]].state, len(self.sharded)
         use = torch.zeros(count, device=self.anchor.device)
         model.runtime.add(
@@ -193,7 +194,6 @@ class Unit:
         return _Domain(weakref.ref(model), positions, use)
 
     def leaves(self) -> list[torch.Tensor]:
-        """Return the leaves (plain tensors over the shards), in the order of `sharded`."""
         return [each.leaf for each in self.sharded]
 
     def has_given_parameters(self) -> bool:
@@ -238,7 +238,7 @@ class Unit:
                         leaf.requires_grad = trains  # torch.func refuses `requires_grad_`
 
     def open(self, gathered: Sequence[Any]) -> None:
-        """Put the unsharded parameters into the modules, with the memory of `gathered`, from `start_gather`."""
+        """Put the unsharded parameters into the modules, with the memory of `gathered`, a result of `start_gather`."""
         if self.has_cut_columns:
             with torch.inference_mode(False), torch._C._DisableFuncTorch(), torch.no_grad():
                 gathered = [
@@ -262,7 +262,7 @@ class Unit:
         return itertools.chain.from_iterable(positions for _, positions in self.extended)
 
     def _make_all_unsharded(self, plain: Sequence[torch.Tensor], gathered: Sequence[Any]) -> None:
-        """Make the unsharded parameters. They stay the same objects until the gathers' dtypes change."""
+        """Make the unsharded parameters, for the first gather or for new dtypes."""
         with torch.inference_mode(False), torch._C._DisableFuncTorch(), torch.no_grad():
             self.parts = [torch.empty_like(each) for each in plain]
             parts = dict(zip(self.plain, self.parts, strict=True))
@@ -278,7 +278,7 @@ class Unit:
             sharded.unsharded = parameter
 
     def open_again(self) -> None:
-        """Put the unsharded parameters, which have memory, into the modules."""
+        """Put the unsharded parameters, which have memory already, into the modules."""
         self.is_open = True
         for (table, _), opened in zip(self.tables, self.opened):
             table.update(opened)
@@ -303,7 +303,7 @@ class Unit:
     def close(self, keep: bool = False) -> None:
         """Reshard: put the DTensors back into the modules and free memory, unless a forward or backward still reads.
 
-        `keep`: keep the memory, because later code will read the unsharded parameters without a gather.
+        `keep`: do not free the memory, because later code will read the unsharded parameters without a gather.
         """
         if self.in_forward or self.calls_in_backward or (self.is_kept and (self.is_split or self.calls_ahead)):
             return
@@ -365,8 +365,8 @@ class Unit:
 
     @contextlib.contextmanager
     def _own_transfer(self) -> Iterator[None]:
-        """Inside of this context, hide the unit's transfers from torch.func and from selective checkpoints, which count
-        ops. The runtime leaves the waits for them to the unit."""
+        """Context manager that hides transfers from torch.func and from selective checkpoints, which count ops. The
+        runtime then never abandons these transfers, so the unit must wait for them."""
         runtimes = [_alive(domain.model).runtime for domain in self.domains]
         for runtime in runtimes:
             runtime.keep_in_flight(True)
@@ -378,20 +378,16 @@ class Unit:
                 runtime.keep_in_flight(False)
 
     def wait(self, gathered: Sequence[Any]) -> None:
-        """Wait for the all-gather into `gathered`, which `start_gather` returned.
-
-        Raises:
-            RuntimeError: another rank did not join the all-gather. The text names rank and parameter.
-        """
+        """Wait for the result of `start_gather`. Raises RuntimeError if another rank did not join the gather."""
         with self._own_transfer():
             wait_for_gathers(tensors_of(gathered) if self.extended else gathered)
 
     def start_reduce(self, grads: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]) -> Reduction:
-        """Start to reduce-scatter all gradients, in one transfer for each domain (parameters over one mesh).
+        """Start to reduce all gradients, in one transfer for each domain.
 
         Args:
             grads: the unsharded gradients, in the order of `sharded`; None for a parameter that this rank did not use.
-            leaves: the leaves of `sharded` (plain tensors over the shards), which the modules may not hold any more.
+            leaves: the leaves of `sharded`, because the program may have deleted their modules.
         """
         used = [grad is not None for grad in grads]
         reduction = Reduction(self)
@@ -404,7 +400,7 @@ class Unit:
                 given = [self._gathered_grad(i, grads[i], world) for i in trained]
                 own = [used[i] and each.layout.domain == number for i, each in enumerate(self.sharded)]
                 for i in trained:
-                    if not used[i]:  # its reduced zeros may be dropped, so they must not contain earlier gradients
+                    if not used[i]:  # the result may be dropped, so it must not contain earlier gradients
                         self.sharded[i].let_reduce_begin_anew()
                 with self._own_transfer():
                     wires = [self._zeros(i) if wire is None else wire for i, wire in zip(trained, given)]
@@ -433,7 +429,7 @@ class Unit:
             each.grad = None
 
     def refuse_writes(self) -> None:
-        """Raise RuntimeError if forward wrote to an unsharded parameter, which loses it, or exported one to NumPy."""
+        """Raise RuntimeError if forward wrote to an unsharded parameter, or exported one to NumPy."""
         for sharded, parameter, version in zip(self.sharded, self.unsharded, self.versions):
             if parameter._version != version:
                 raise RuntimeError(
