@@ -12,15 +12,14 @@ from zcompile.ranks.process_groups import all_gather_over_mesh
 
 
 def agree(mesh: DeviceMesh, error: Exception | None, description: Sequence[str]) -> Machine:
-    """Check that all ranks shard the model alike. Return the hardware rates and memory from which all of them plan.
+    """Check that all ranks shard the model alike. Return the rates and memory of the hardware, the same on all ranks.
 
     Args:
-        error: the reason why this rank cannot shard the model, or None.
-        description: lines of text that must be equal on all ranks; see `ShardPlan.description`.
+        error: why this rank cannot shard the model, or None. It is raised after the other ranks have got its text.
+        description: `ShardPlan.description`, which must be equal on all ranks.
 
     Raises:
-        Exception: `error`, if it is not None.
-        RuntimeError: another rank has an error or a different description. Names that rank and the first difference.
+        RuntimeError: another rank has an error or a different description.
     """
     digest = hashlib.sha256("\n".join(description).encode()).hexdigest()
     rank = dist.get_rank()

@@ -1,7 +1,6 @@
-"""Replaces each parameter of a model by this rank's shard: a DTensor for users, and a leaf (plain tensor) for graphs.
+"""Replaces each parameter of a model by this rank's shard: a DTensor and a leaf.
 
-A module on the meta device gets memory just before its parameters are sharded, so only one such module is unsharded at
-a time.
+A module on the meta device gets memory just before it is sharded, so only one such module is unsharded at a time.
 """
 
 import functools
@@ -27,10 +26,7 @@ from zcompile.state.user_hooks import carry_hooks
 
 
 def build(model: nn.Module, plan: ShardPlan, state: ShardedModel, progress: Progress) -> None:
-    """Replace the parameters of each module of `model` by DTensors, without a collective call.
-
-    Modules cannot gather before the next phase, `install`. `progress` names the parameter, for the text of an error.
-    """
+    """Replace the parameters of `model` by DTensors, without a collective. `progress.at`: the place, for an error."""
     device = device_of(state.mesh)
     ignored = plan.options.ignored
     done: dict[int, ShardedParameter] = {}  # by id of the original parameter
@@ -70,7 +66,7 @@ def build(model: nn.Module, plan: ShardPlan, state: ShardedModel, progress: Prog
 def _check_padding(parameters: Iterable[ShardedParameter], progress: Progress) -> None:
     """Raise if the hook `fsdp_pre_all_gather` of a tensor subclass does not pad this rank's shard to the common size.
 
-    Call it after the last parameter was added: it adds tensors of hooks to the runtime, where parameters come first.
+    Call this after all parameters were added to the runtime, because it adds components, which must come after them.
     """
     for sharded in parameters:
         if (hooks := sharded.of_subclass) is not None and sharded.shape[0] % sharded.state.groups.world:
@@ -90,12 +86,9 @@ def _shard_parameter(
     meshes: dict[DeviceMesh, DeviceMesh],
     in_int8: bool,
 ) -> ShardedParameter:
-    """Add this rank's shard of `parameter` to `state` and its runtime, as a DTensor and as a leaf (plain tensor).
+    """Add this rank's shard of `parameter` to `state` and its runtime, as a DTensor and as a leaf.
 
-    Args:
-        owner: a module that reads the parameter, and the name of its attribute. The module keeps the leaf alive.
-        meshes: inner meshes (of tensor or expert parallelism) of earlier parameters; see `layout_for`.
-        in_int8: whether gathers send the parameter quantized to int8; see int8_gather.py.
+    `owner`: a module that reads the parameter, and keeps the leaf alive, and its attribute. `meshes`: see `layout_for`.
     """
     part, dim, world = part_of(parameter.detach()), placement.shard.dim, state.groups.world
     layout = layout_for(parameter.detach(), placement, world, state.domain, policy.param_dtype, meshes, in_int8)
@@ -132,20 +125,18 @@ def _shard_parameter(
 
 
 def _copied_shard(part: torch.Tensor, dim: int, state: ShardedModel, device: torch.device) -> torch.Tensor:
-    """Return this rank's shard of `part`, an unsharded parameter or local part of a DTensor, copied to `device`."""
+    """Return a copy on `device` of this rank's shard of `part`."""
     local = state.local_shard(part, dim)
     if subclass_of(part) is None:
         return local.to(device, copy=True).contiguous()
-    return local if local.device == device else local.to(device)  # a copy, by ops of the class
+    return local if local.device == device else local.to(device)  # `padded_shard` has copied it
 
 
 def materialize(model: nn.Module, path: str, module: nn.Module, device: torch.device, skip: Container[int]) -> None:
-    """Allocate meta parameters and buffers of `module` itself on `device`, and initialise them; `skip` has ids to omit.
+    """Allocate the meta parameters and buffers of `module` itself on `device`, and initialise them.
 
     Uses the module's `reset_parameters()`, or the `_init_weights(module)` of the nearest Hugging Face model around it.
-
-    Raises:
-        RuntimeError: the module has neither method.
+    Raises RuntimeError if there is neither. `skip`: ids of tensors to leave out.
     """
     own: list[tuple[str, torch.Tensor]] = [
         *module.named_parameters(recurse=False),
@@ -177,7 +168,6 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def _initialiser(model: nn.Module, path: str, module: nn.Module) -> Callable[[], Any] | None:
-    """Return `module.reset_parameters`, else `_init_weights` of the nearest Hugging Face model around it, or None."""
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if callable(reset):
         return reset

@@ -1,10 +1,9 @@
 """Gives each module of a sharded model a subclass of its class, with one property per parameter.
 
 Dynamo traces a property like any Python code, so a compiled graph has one gather where the module reads a parameter. In
-eager code, the property returns the unsharded parameter inside of a forward. If no call has gathered it yet, the read
-gathers the parameter's block (parameter group). Outside of forwards, the property returns the DTensor. To know if a
-forward runs, zcompile counts calls of modules, so modules without parameters get a subclass, too; see [Note: inside of
-a forward] in forward_scope.py. Files for generation, recurrent layers, PEFT and units add members by `contribute`.
+eager code, inside of a forward, the property returns the unsharded parameter, and first gathers its block if no call
+has done so. Outside of forwards, the property returns the DTensor. To count forwards, subclasses also override
+`__call__`, also those of modules without own parameters; see [Note: inside of a forward] in forward_scope.py.
 """
 
 import copyreg
@@ -53,24 +52,23 @@ class Kind:
     layouts: Layouts
     casts: Casts = (None, None)
     single_rank: bool = False  # nothing is sharded, so a read only casts
-    has_narrow: bool = False  # on a single rank: main parameters may lie in host memory, so a read gathers
+    has_narrow: bool = False  # on a single rank: main parameters may be offloaded to host memory, so a read gathers
     in_unit: bool = False  # inside of a unit, or of a block that is not the root block
     is_unit: bool = False
     is_block: bool = False
-    is_extended: bool = False  # a block that eager code gathers by extensions, such as hooks of tensor subclasses
+    is_extended: bool = False  # a block with parameters that are gathered as components; see gather_extension.py
     has_units: bool = False  # it calls units
     is_root: bool = False  # the whole model, which has units
     others: Others = ()
-    of_torch: bool = False  # torch.compile would wrap its call; see `_own_forward`
+    of_torch: bool = False  # its forward is a function of torch; see `_own_forward`
 
 
 class Contributor(NamedTuple):
     """Adds members to the subclasses of sharded modules, for generation, recurrent layers, units and others."""
 
-    applies: Callable[[type, Kind], bool]  # whether the subclass for that base class and kind gets the members
+    applies: Callable[[type, Kind], bool]  # whether it adds to the subclass for this base class and kind
     members: Callable[[type, Kind], dict[str, Any]]  # the members by name
-    # Runs the forward of the module; see `counting_call`. The contributor registered last is outermost.
-    around: Around | None = None
+    around: Around | None = None  # see `counting_call`; that of the contributor registered last is outermost
     swapped: Callable[[nn.Module], None] | None = None  # called with a module after it got the subclass
     restored: Callable[[nn.Module], None] | None = None  # called with a module after it got its own class back
 
@@ -79,7 +77,7 @@ _contributors: list[Contributor] = []
 
 
 def contribute(contributor: Contributor) -> None:
-    """Register `contributor`. The file that defines a contributor calls this when it is imported."""
+    """Register `contributor`."""
     _contributors.append(contributor)
 
 
@@ -97,12 +95,11 @@ def install_readers(
     """Give the modules of `model` their subclasses, which gather parameters at reads. Call `install_leaves` before.
 
     Args:
-        state: the shards of `model`, without those of its units (modules gathered whole at their call).
         casts: module -> dtypes to which it casts its inputs and outputs.
-        single_rank: whether one rank has all parameters unsharded, so that reads only cast.
-        units: the shards of the units, if there are any. Modules inside of units refer to their `Unit` already.
+        single_rank: whether reads only cast, because one rank has all parameters.
+        units: the ShardedModel of the units, if there are any. `make_units` has run.
     """
-    # Not modules without parameters, such as an activation: several models may call one.
+    # Not modules without parameters, such as an activation: several models may share it.
     called = (each for each in model.modules() if _is_called(each) and any(True for _ in each.parameters()))
     by_module: dict[nn.Module, dict[str, Layout]] = {each: {} for each in (*called, *casts)}
     for each in models_of(state):
@@ -136,14 +133,13 @@ def install_readers(
 
 
 def _call_anew(model: nn.Module) -> None:
-    """Let each `torch.compile(module)` in `model` call the module by its new class: it has kept the old `__call__`."""
+    """Let each `torch.compile(module)` in `model` call the `__call__` of the module's new class."""
     for module in model.modules():
         if isinstance(module, torch._dynamo.OptimizedModule):
             module._initialize()
 
 
 def _inside(inner: Around | None, outer: Around | None) -> Around | None:
-    """Compose `outer` around `inner`, either of which may be None."""
     if inner is None or outer is None:
         return outer or inner
 
@@ -184,8 +180,8 @@ def install_tracing_readers(
     Args:
         param_dtype: the dtype of gathers.
         casts: dtypes to which the module casts its inputs and outputs.
-        single_rank: if True, a read of a parameter is traced as a cast without a gather, as on one rank.
-        seen: id of a parameter -> its leaf (the tensor that a gather reads). This adds the parameters of `module`.
+        single_rank: if True, a read of a parameter is traced as a cast without a gather.
+        seen: id of a parameter -> its leaf. This call adds the parameters of `module`.
 
     Returns:
         The leaves of `module`, each with the name of the attribute that reads it.
@@ -245,10 +241,7 @@ def _swap_class(module: nn.Module, kind: Kind) -> None:
 
 @functools.cache
 def _sharded_class(base: type, kind: Kind) -> type:
-    """Return the subclass of `base` with one property per sharded parameter.
-
-    The result is cached, so equal layers of a model share the class and its compiled code.
-    """
+    """Return the subclass of `base` for `kind`. It is cached, so equal layers share the class and its compiled code."""
     contributors = contributors_of(base, kind)
     around = functools.reduce(_inside, (each.around for each in contributors), None)
     namespace: dict[str, Any] = {"__module__": base.__module__, "__deepcopy__": _refuse_copy}
@@ -291,7 +284,7 @@ def _own_forward(base: type[nn.Module]) -> Callable[..., Any]:
 
 
 class _Unregistered:
-    """First base of each class from `_sharded_class`: no `__init_subclass__` of a user runs, which may register it."""
+    """First base of each class from `_sharded_class`. Hides users' `__init_subclass__`, which may register it."""
 
     def __init_subclass__(cls) -> None:
         pass
@@ -301,9 +294,9 @@ class _Unregistered:
 def _sharded_metaclass(base: type[type]) -> type[type]:
     """Make a subclass of the metaclass `base`, for the classes that `zcompile.shard` gives to modules.
 
-    A call of such a class, as in `type(model)(config)`, makes an unsharded module, because a new module has no shards.
-    The class keeps the name of the unsharded class, by which Hugging Face knows models (`config.architectures`, PEFT).
-    pickle would find the unsharded class by this name, so a pickled class is stored as arguments of `_sharded_class`.
+    A call of such a class, as in `type(model)(config)`, makes an unsharded module. The class has the name of the
+    unsharded class, by which Hugging Face knows models. By this name pickle would find the unsharded class, so pickles
+    have the arguments of `_sharded_class`.
     """
 
     def make_unsharded(made: type, *args: Any, **kwargs: Any) -> Any:
@@ -323,9 +316,8 @@ def _property(name: str, layout: Layout, kind: Kind) -> property:
     """Return the property that reads parameter `name`: unsharded inside of a forward, else the DTensor.
 
     The setter raises. An assignment calls it only if code has removed `name` from `_parameters`, as weight norm does.
-    On a single rank, the leaf is the whole parameter, so a read only casts. With `kind.has_narrow`, the leaf may be in
-    host memory: a read gathers in the leaf's dtype and then casts. So gradients of several reads add up in the leaf's
-    dtype, as without offload. The pass `narrow_gathers` later makes the gather return the dtype of the cast.
+    With `kind.has_narrow`, a read gathers in the leaf's dtype and then casts, so that gradients of several reads add up
+    in the leaf's dtype, as without offload. The pass `narrow_gathers` later moves the cast into the gather.
     """
     leaf_name, shape, is_plain, dtype = LEAF + name, list(layout.shape), layout.is_plain, layout.dtype
     single_rank, has_narrow = kind.single_rank, kind.has_narrow
@@ -356,10 +348,10 @@ def _property(name: str, layout: Layout, kind: Kind) -> property:
 
 @never_compiled_alone
 def _is_gathered_alone(module: Any, name: str) -> bool:
-    """Whether a read of parameter `name` by eager code in a forward must gather this parameter alone.
+    """Whether a read of parameter `name` by eager code must gather this parameter alone.
 
-    If possible, gathers the parameter's whole block (parameter group) and returns False. This is not possible if the
-    parameter belongs to a unit that is not being called, or if a tensor replaces a parameter of the block.
+    If not, the parameter's block is now gathered, or the read needs no gather. If so, the parameter is in a unit that
+    is not being called, or another tensor replaces a parameter of the block.
     """
     is_sharded = module.__dict__[TABLE][name] is module.__dict__[SHARDED + name].parameter
     return is_sharded and is_in_forward() and not open_for_read(module)
@@ -400,11 +392,10 @@ def _save_to_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> None:
-    """`nn.Module.register_parameter`, which assignments call. Only a DTensor may replace a sharded parameter.
+    """`nn.Module.register_parameter`, which assignments call.
 
-    Raises:
-        RuntimeError: `name` is sharded, and `param` is no DTensor of the same shape, placements and mesh. Or `name` is
-            not sharded, and `param` is the sharded parameter of another attribute.
+    Raises RuntimeError if `name` is sharded and `param` is no DTensor of the same shape, placements and mesh, or if
+    `name` is not sharded and `param` is the sharded parameter of another attribute.
     """
     sharded: ShardedParameter | None = self.__dict__.get(SHARDED + name)
     if sharded is None and (known := getattr(param, SHARDED, lambda: None)()) is not None:
@@ -430,7 +421,7 @@ def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> Non
 
 
 def _delattr(self: Any, name: str) -> None:
-    """`nn.Module.__delattr__`. Raises for a sharded parameter: code deletes one to put another tensor there."""
+    """`nn.Module.__delattr__`. Raises for a sharded parameter, which code deletes to put another tensor there."""
     if (sharded := self.__dict__.get(SHARDED + name)) is not None:
         raise RuntimeError(replaced_message(sharded.name))
     super(type(self), self).__delattr__(name)

@@ -9,11 +9,7 @@ from zcompile.state.sharded_model import ShardedModel
 
 
 def connect(plan: ShardPlan, machine: Machine) -> ShardedModel:
-    """Make the process groups and runtimes that `plan` needs. A collective call.
-
-    The returned model has no parameters yet. It has a runtime for each mesh over which parameters will be sharded, and
-    one for units (modules gathered whole at their call).
-    """
+    """Make the ShardedModels of all domains, and that of the units, without parameters. A collective call."""
     options, scale = plan.options, plan.mesh.size() / plan.divisor
     make = functools.partial(
         ShardedModel,

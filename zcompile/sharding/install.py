@@ -15,7 +15,7 @@ from zcompile.units.order import make_units, order_units
 
 
 def install(model: nn.Module, plan: ShardPlan, state: ShardedModel) -> None:
-    """Let the modules of `model` gather each parameter when they read it. This function calls no collective itself."""
+    """Let the modules of `model` gather each parameter when they read it. Calls no collective."""
     several, divides = plan.mesh.size() > 1, plan.options.gradient_divide_factor not in (None, 1.0)
     install_leaves(state)
     order_units(state, make_units(state, model, plan.units))

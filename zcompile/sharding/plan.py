@@ -1,4 +1,4 @@
-"""Decides the placement of each parameter, and which modules are units (gathered whole); without communication."""
+"""Plans how to shard a model, without communication: which modules are units, and the policy of each parameter."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,19 +46,16 @@ class ShardPlan:
 
     mesh: DeviceMesh  # the mesh passed to `zcompile.shard`, over which parameters are sharded by default
     options: ShardOptions  # the other arguments of `zcompile.shard`
-    # Further meshes, over which placements shard parameters; in the order of their first parameters.
-    meshes: tuple[DeviceMesh, ...]
+    meshes: tuple[DeviceMesh, ...]  # those of domains 1, 2 and so on
     placements: dict[int, Placement]  # id of a sharded parameter -> its placement
-    units: dict[str, nn.Module]  # path -> module, for each unit (a module gathered whole at its call)
+    units: dict[str, nn.Module]  # path -> module
     in_units: frozenset[nn.Module]  # the modules with parameters that units gather
-    # The present implementation of experts of each Hugging Face module that has several. Empty if reads of parameters
-    # neither gather nor cast, as on one rank without `param_dtype`.
-    experts: list[ExpertsImplementation]
+    experts: list[ExpertsImplementation]  # empty if reads of parameters neither gather nor cast
     policies: dict[int, MixedPrecision]  # id of a parameter -> its mixed-precision policy
     in_int8: frozenset[int]  # ids of the parameters that are gathered in int8
     casts: dict[nn.Module, Casts]  # module -> dtypes to which it casts its inputs and outputs; see precision.py
     divisor: float  # the number by which sums of gradients over ranks are divided
-    options_text: str  # the options as text. An artifact (compiled code in a file) is only used if its text is equal.
+    options_text: str  # an artifact (compiled code in a file) is used only if it was made with equal options
     description: tuple[str, ...]  # lines that must be equal on all ranks
 
 
@@ -68,7 +65,7 @@ def plan_shards(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, place
     policies = policies_of(model, options.policy, options.own_policies)
     quantizes = options.gather_dtype is not None
     in_int8 = frozenset(id(each) for each, _ in placements if quantizes and is_quantized(each, each.ndim))
-    # One rank needs units only for casts: else each iteration of a loop over experts would cast all experts' weights.
+    # Also on one rank if reads cast: without a unit, each iteration of a loop over experts would cast all weights.
     gathers = mesh.size() > 1 or bool(in_int8) or any(each.param_dtype is not None for each in policies.values())
     units, in_units = _units(model, mesh, options, placements) if gathers else ({}, frozenset())
     own = {path: policies[each] for path, each in model.named_modules() if policies[each] is not options.policy}
@@ -130,7 +127,7 @@ def _parameter_lines(model: nn.Module, ignored: Iterable[int]) -> list[str]:
 
 
 def _placement_lines(placements: Sequence[tuple[nn.Parameter, Placement]]) -> list[str]:
-    """Return a line of text for each parameter whose placement is not the default, or that is a DTensor already."""
+    """Return a line for each parameter whose placement is not the default, or that is a DTensor already."""
     return [
         f"number {i}: {placement.shard} over {placement.mesh.mesh_dim_names if placement.mesh else 'mesh'} "
         f"local={placement.local} of {getattr(parameter, 'placements', 'a tensor')}"

@@ -1,9 +1,9 @@
 """The dtypes of parameters, inputs and outputs of each module, by FSDP2's mixed-precision policies.
 
-A policy holds for a module and for its submodules, unless they have their own. Parameters are gathered in the policy's
-`param_dtype`. Inputs are cast to `param_dtype` where FSDP2 casts them: at the model, at its repeated layers, at units
-(modules gathered whole), and at modules with their own policy. Outputs are cast to the `output_dtype` of the module's
-own policy. The model's own policy is made of the arguments of `zcompile.shard`.
+A policy holds for a module and for those of its submodules that have no own policy. The model's policy is made of the
+arguments of `zcompile.shard`. Parameters are gathered in `param_dtype`. Inputs are cast to `param_dtype` at the model,
+at its repeated layers, at units, and at modules with an own policy. Outputs are cast to `output_dtype` at the model and
+at modules with an own policy.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -49,9 +49,7 @@ def casts_of(
 ) -> dict[nn.Module, Casts]:
     """Return module -> the dtypes to which it casts its inputs and its outputs (None: no cast).
 
-    Args:
-        policies: module -> policy, from `policies_of`.
-        casting: modules that cast their inputs, in addition to `model` and the modules with an entry in `own`.
+    `casting`: modules that cast their inputs, in addition to `model` and the modules with an entry in `own`.
     """
     root = getattr(model, "_orig_mod", model)  # of torch.compile
     with_own = {module for module in policies if _own_policy(module, own) is not None} | {root}

@@ -1,7 +1,7 @@
 """Recurrent layers (`nn.LSTM`, `nn.GRU`, `nn.RNN`), whose forward reads the list `_flat_weights`.
 
-torch keeps this list in addition to `_parameters`, so the list would go on holding unsharded parameters. Sharded layers
-have a property in place of the list. It reads each parameter as an attribute, which gathers the parameter.
+torch keeps this list beside `_parameters`, so it would keep the original, unsharded parameters. Sharded layers have a
+property in its place, which reads each parameter as an attribute, and so gathers it.
 """
 
 from typing import Any
@@ -27,17 +27,15 @@ def recurrent_members(base: type, kind: Kind) -> dict[str, Any]:
         "_flat_weights": property(_flat_weights, lambda self, value: None),
         "_init_flat_weights": _nothing,  # torch calls it after `_apply`
         "_update_flat_weights": _nothing,  # torch calls it at the beginning of each forward
-        "flatten_parameters": _nothing,  # one buffer for cuDNN is no use: each forward gathers new weights
+        "flatten_parameters": _nothing,  # it copies weights to one buffer for cuDNN; each forward gathers new weights
     }
 
 
 def forget_flat_weights(module: nn.Module) -> None:
-    """Drop torch's list of unsharded weights of a recurrent layer."""
     module.__dict__.pop("_flat_weights", None)
 
 
 def restore_flat_weights(module: Any) -> None:
-    """Rebuild the list `_flat_weights` of a recurrent layer, after the layer has got its own class back."""
     module._init_flat_weights()
 
 

@@ -2,15 +2,15 @@
 
 | phase | file | effect | communication |
 |---|---|---|---|
-| validate | validate.py | finds the first error of this rank's model and arguments | |
-| plan | plan.py | decides the placement of each parameter, and which modules are units (gathered whole) | |
+| validate | validate.py | gets the placement of each parameter, and finds the first error | |
+| plan | plan.py | decides which modules are units, and in which dtypes parameters are gathered | |
 | agree | agree.py | checks that all ranks have the same plan; all get the same hardware rates | one exchange |
 | connect | connect.py | makes process groups and runtimes | collective |
 | build | build.py | replaces parameters by DTensors, module by module | |
-| install | install.py | lets modules gather the parameters that they read, and decides the order of units | |
+| install | install.py | makes units and blocks, and lets modules gather the parameters that they read | |
 | start | start.py | broadcasts scalars, and parameters to replicas; chooses a transport | collective |
 
-Each phase takes the results of the phases before it, and calls no other phase.
+Each phase calls no other phase.
 """
 
 from collections.abc import Iterable, Mapping

@@ -14,7 +14,6 @@ from zcompile.training.optimizer_steps import count_steps
 
 
 def start(state: ShardedModel) -> None:
-    """Broadcast values, let ranks compare their programs and optimizer steps, and choose a transport. Collective."""
     _share_values(state)
     _compare_programs(state)
     for each in models_of(state):
@@ -37,7 +36,7 @@ def _share_values(state: ShardedModel) -> None:
 
 
 def _compare_programs(state: ShardedModel) -> None:
-    """If parameters are over several meshes, let all ranks that these meshes connect compare compiled programs."""
+    """If parameters are sharded over several meshes, compare programs among all ranks that these meshes connect."""
     models = models_of(state)
     meshes = [cast(DTensor, sharded.parameter).device_mesh for each in models for sharded in each.parameters.values()]
     if is_fake(state.mesh) or all(mesh == state.mesh_of_states for mesh in meshes):

@@ -1,7 +1,6 @@
-"""Reads of a parameter that another tensor replaces temporarily.
+"""Reads of a parameter that `functional_call` or `zcompile.unshard` has replaced in `module._parameters`.
 
-`torch.func.functional_call` puts its tensors into `module._parameters`, and `zcompile.unshard` puts whole parameters
-there. Compiled code would ignore these tensors and gather the model's shards, so such a forward runs in eager.
+Compiled code would ignore the replacement and gather the model's shard, so the forward runs in eager.
 """
 
 from typing import Any
@@ -16,10 +15,10 @@ from zcompile.state.sharded_parameter import ShardedParameter
 
 
 def read_given(module: nn.Module, name: str) -> torch.Tensor | None:
-    """Return the unsharded value of the replacement of parameter `name` of `module`; None if the replacement is None.
+    """Return the unsharded value of the tensor, or the None, that replaces parameter `name` of `module`.
 
-    If the replacement is a DTensor, its gradient is the mean over the ranks of its mesh. Raises RuntimeError if it is
-    neither a DTensor of the parameter's shape, placements and mesh, nor a whole tensor inside of `zcompile.unshard`.
+    If it is a DTensor, its gradient is the mean over the ranks of its mesh. Raises RuntimeError if it is neither a
+    DTensor of the parameter's shape, placements and mesh, nor a whole tensor inside of `zcompile.unshard`.
     """
     sharded: ShardedParameter = module.__dict__[SHARDED + name]
     given: Any = module._parameters[name]
@@ -41,7 +40,6 @@ def read_given(module: nn.Module, name: str) -> torch.Tensor | None:
 
 
 def layout_of(parameter: Any) -> tuple[Any, ...] | None:
-    """Return (shape, placements, mesh), which a DTensor and its replacement must share; None if not a DTensor."""
     if not isinstance(parameter, DTensor):
         return None
     return parameter.shape, parameter.placements, parameter.device_mesh

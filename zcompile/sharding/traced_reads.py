@@ -24,8 +24,8 @@ Others = tuple[tuple[str, bool], ...]  # (name, whether it is None) of entries o
 # Module -> name -> tensor, while functional_call replaces parameters inside of a trace.
 _given: dict[nn.Module, dict[str, torch.Tensor]] = {}
 
-# The name of the last test `name in module._parameters`. functional_call makes the test before it saves the parameter
-# that it replaces. The read that saves must return the parameter itself, not a gathered tensor.
+# The name of the last test `name in module._parameters`. functional_call makes this test just before it reads the
+# parameter to save it. That read must return the parameter itself, not a gathered tensor.
 _asked: list[str] = []
 
 
@@ -74,12 +74,12 @@ class TracedTable:
         return self.own.values()
 
     def items(self) -> Any:
-        """Return the parameters without a gather: a module around the model finds its tied parameters by identity."""
+        """Return the parameters without a gather: a module around this one finds tied parameters by identity."""
         return self.own.items()
 
 
 def given_in_trace(module: nn.Module, name: str, dtype: torch.dtype | None = None) -> torch.Tensor | None:
-    """Return the tensor that functional_call put in a parameter's place in this trace, cast to `dtype`, or None."""
+    """Return the tensor by which functional_call replaced a parameter in this trace, cast to `dtype`, or None."""
     if not _given or module not in _given or name not in _given[module]:
         return None
     given = _given[module][name]
@@ -89,9 +89,7 @@ def given_in_trace(module: nn.Module, name: str, dtype: torch.dtype | None = Non
 def traced_members(base: type[nn.Module], has_sharded: bool, others: Others) -> dict[str, Any]:
     """Return the overrides for a class of sharded modules; see [Note: traced reads].
 
-    Args:
-        has_sharded: whether modules of the class have sharded parameters themselves, not only in submodules.
-        others: (name, whether it is None) of each entry of `_parameters` that is not sharded.
+    `has_sharded`: whether modules of the class have sharded parameters themselves, not only in submodules.
     """
     members: dict[str, Any] = {}
     for method in (_named_parameters, _parameters, _get_parameter):
@@ -119,7 +117,7 @@ def _table(self: Any) -> Any:
 
 @never_compiled_alone
 def is_open(module: Any) -> bool:
-    """Whether `module` has unsharded parameters. Outside of forwards, first frees any from a failed backward."""
+    """Whether `module` has unsharded parameters. Outside of forwards, first frees those of a backward that raised."""
     if getattr(module, IS_OPEN, False) and not is_in_forward():
         module.__dict__[IN_UNIT].order.abandon_if_raised()
     return bool(getattr(module, IS_OPEN, False))
@@ -127,7 +125,7 @@ def is_open(module: Any) -> bool:
 
 @never_compiled_alone
 def open_for_read(module: Any) -> bool:
-    """Gather the block (parameter group) of `module` for a read in eager code. Return whether `module` is unsharded."""
+    """Gather the block of `module` for a read in eager code. Return whether `module` is unsharded."""
     unit = module.__dict__.get(IN_UNIT)  # a module that is only traced has none
     if unit is None or not unit.is_block or unit.order is None or not is_in_forward():
         return False

@@ -20,12 +20,9 @@ from zcompile.units.find import check_units, find_units
 
 
 def validate(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> tuple[Placements, Exception | None]:
-    """Return the placement of each parameter, and the error if the model cannot be sharded, else None.
+    """Return the placement of each parameter, and an error for all ranks to raise together, or None.
 
-    The error is returned and not raised, so that all ranks can raise it together.
-
-    Raises:
-        TypeError, ValueError: `mesh` is not a 1-D or 2-D DeviceMesh that contains this rank.
+    Raises TypeError or ValueError on this rank alone if `mesh` is not a 1-D or 2-D DeviceMesh that contains it.
     """
     error = check_model(model, options.ignored) or check_divide_factor(options.gradient_divide_factor)
     check_mesh(mesh)
@@ -45,7 +42,6 @@ def validate(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> tuple
 
 
 def _check_states(mesh: DeviceMesh, states: str | None) -> ValueError | None:
-    """Return the error if `states` is not possible over `mesh`."""
     if states is None:
         return None
     if states != GLOBAL:
@@ -62,7 +58,6 @@ def _check_states(mesh: DeviceMesh, states: str | None) -> ValueError | None:
 
 
 def _check_int8(model: nn.Module, placements: Placements, options: ShardOptions) -> Exception | None:
-    """Return the error if `gather_dtype` is not int8, or the model cannot be gathered in int8."""
     if options.gather_dtype is not torch.int8:
         return ValueError(f"zcompile.shard: gather_dtype must be torch.int8 or None, not {options.gather_dtype!r}.")
     if options.over_hosts:
@@ -124,7 +119,7 @@ def _scripts(model: nn.Module, ignored: Container[int]) -> Exception | None:
 
 
 def check_model(model: nn.Module, ignored: Container[int]) -> Exception | None:
-    """Return the first reason why `model` cannot be sharded, or None. The caller lets all ranks raise it together."""
+    """Return the first reason why `model` cannot be sharded, for all ranks to raise together, or None."""
     rank = dist.get_rank()
     if not isinstance(model, nn.Module):
         return TypeError(f"zcompile.shard: expected an nn.Module, got {type(model).__name__}.")
@@ -174,7 +169,6 @@ def _parameters(parameters: dict[str, nn.Parameter]) -> Exception | None:
 
 
 def _sparse_gradients(model: nn.Module, parameters: dict[str, nn.Parameter]) -> Exception | None:
-    """Return the error if the gradient of a parameter would be a sparse tensor."""
     names = {id(parameter): name for name, parameter in parameters.items() if parameter.requires_grad}
     for module in model.modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and id(module.weight) in names:
@@ -187,7 +181,6 @@ def _sparse_gradients(model: nn.Module, parameters: dict[str, nn.Parameter]) -> 
 
 
 def check_divide_factor(factor: float | None) -> ValueError | None:
-    """Return the error if gradients cannot be divided by `factor`, or None."""
     if factor is None or (isinstance(factor, (int, float)) and not isinstance(factor, bool) and factor > 0):
         return None
     return ValueError(f"zcompile.shard: gradient_divide_factor must be a positive number, or None, not {factor!r}.")
