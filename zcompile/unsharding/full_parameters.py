@@ -20,14 +20,14 @@ from zcompile.state.forward_scope import is_in_forward
 from zcompile.state.sharded_model import ShardedModel, state_of
 from zcompile.state.sharded_parameter import ShardedParameter
 
-_LEFT, _FIRST = 0, 1  # numbers that ranks exchange: this rank has left the loop; the number of the first bucket
+_LEFT, _FIRST = 0, 1  # numbers that ranks exchange before a bucket: "this rank has left the loop"; _FIRST + its index
 
 
 @dataclass
 class _Bucket:
     """Consecutive entries of the state dict. The sharded parameters among them are all-gathered together."""
 
-    key: Any  # equal for all sharded parameters of a bucket; None if it has none
+    key: Any  # model and dtype of the gather, or the name of a parameter gathered alone; None if none is sharded
     entries: list[tuple[str, torch.Tensor, ShardedParameter | None]] = field(default_factory=list)
     nbytes: int = 0
 
@@ -73,7 +73,6 @@ def full_parameters(
 
 
 def _buckets(model: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> list[_Bucket]:
-    """Divide the state dict into buckets, in its order."""
     buckets = [_Bucket(None)]
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
@@ -99,7 +98,7 @@ def _dtype_on_wire(sharded: ShardedParameter, dtype: torch.dtype | None) -> torc
 
 
 def _is_whole_by_dtensor(sharded: ShardedParameter) -> bool:
-    """Whether `DTensor.full_tensor` must gather `sharded`: a tensor subclass, or also sharded over tp, ep or hosts."""
+    """Whether `DTensor.full_tensor` gathers `sharded`: a tensor subclass, or sharded also by tp, ep or over hosts."""
     return sharded.layout.inner is not None or sharded.of_subclass is not None or sharded.state.over_hosts
 
 
@@ -146,13 +145,9 @@ def _gather(bucket: _Bucket, dtype: torch.dtype | None) -> list[torch.Tensor]:
 
 
 def _start_gather(sharded: ShardedParameter, wire: torch.dtype) -> tuple[torch.Tensor, dist.Work | None]:
-    """Start to gather a parameter in dtype `wire`. All ranks call it for the same parameters in the same order.
+    """Start to gather a parameter in dtype `wire`. Return it unsharded, and the `Work` to wait for if there is one.
 
-    It uses the process group, because the peer-to-peer transport of the runtime would keep a copy of each shard in
-    dtype `wire` from then on.
-
-    Returns:
-        The unsharded parameter, and the `Work` to wait for before it is read. None: it is already complete.
+    Uses the process group, because the p2p transport would keep a copy of each shard in dtype `wire` from then on.
     """
     shape, world, rank = sharded.shape, sharded.state.runtime.world, sharded.state.groups.rank
     local = sharded.leaf.detach().reshape(-1).to(wire)
@@ -187,7 +182,7 @@ def _check_same(meeting: Meeting | None, buckets: list[_Bucket], dtype: torch.dt
 
 
 def _check_others(meeting: Meeting | None, number: int, name: str, is_end: bool) -> None:
-    """Wait for the other ranks. Raise if one has left the loop early, and this rank is not at the loop's end."""
+    """Wait for the other ranks. Raise if one has left the loop early, unless this rank is at the loop's end."""
     said = meeting.meet(number) if meeting is not None else []
     left = [rank for rank, theirs in enumerate(said) if theirs == _LEFT]
     if left and not is_end:

@@ -2,11 +2,10 @@
 
 [Note: generation]
 Each forward all-gathers parameters, which needs every rank, but ranks have different prompts and finish after different
-numbers of tokens. So we replace the `generate` of sharded modules. Before each forward in `generate`, ranks exchange
-which module they call, or that they have finished. A rank that has finished joins the all-gathers of the other ranks,
-and returns when all ranks have finished. For this, it repeats the all-gathers of its own last forward of the module,
-and computes nothing: a module's all-gathers are the same on all ranks, in order and grouping. `synced_gpus` of
-transformers would run whole forwards instead, which add unused tokens to the key-value cache.
+numbers of tokens. So sharded modules get another `generate`. In it, before each forward, ranks exchange which module
+they call, or that they have finished. A rank that has finished joins the all-gathers of the other ranks, and returns
+when all ranks have finished. To join, it computes nothing, and repeats the all-gathers of its own last forward of the
+module that the others call: a module's all-gathers have the same order and grouping on all ranks.
 """
 
 import contextlib
@@ -29,14 +28,14 @@ from zcompile.unsharding.unshard import sharded_parameters_in
 gather_group_start = torch.ops.zcompile.gather_group_start.default
 gather_wait = torch.ops.zcompile.gather_wait.default
 
-# Numbers that ranks exchange before a forward: the rank's state, or its module (_FOREIGN: not of this model).
+# Numbers that ranks exchange before a forward: the rank's state, or the module that it calls (_FOREIGN: one outside).
 _FAILED, _DONE, _DONE_WITHOUT_FORWARD, _FOREIGN, _FIRST_MODULE = range(5)
 
 Recording = list[tuple[list[int], torch.dtype]]  # of each transfer: indices of its parameters, and the dtype
 
 
 def agreeing_generate(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `generate`, a method of a module's class, so that ranks may finish separately; see [Note: generation]."""
+    """Wrap `generate`, a method of a module's class; see [Note: generation]."""
 
     @functools.wraps(generate)
     def agreeing(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,8 +49,7 @@ def agreeing_generate(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compiles_by_itself(module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether transformers itself may compile forwards of `module`, with CUDA graphs, in which no gather can run. It
-    does so for a static key-value cache if no `compile_config` is given."""
+    """Whether transformers may compile forwards of `module` by itself, with CUDA graphs, in which no gather can run."""
     if not any(each.__name__ == "GenerationMixin" for each in type(module).__mro__):
         return False
     configs = [*args, kwargs.get("generation_config"), getattr(module, "generation_config", None)]
@@ -74,19 +72,15 @@ class Generation:
         self.state: ShardedModel = module.__dict__[STATE]
         self.meeting = Meeting(self.state, GENERATE)
         self.numbers = {id(each): _FIRST_MODULE + i for i, each in enumerate(module.modules())}
-        # Units, the model's own collectives and hooks of tensor subclasses need a forward on every rank.
+        # A replay cannot repeat the collectives of units, of other parallelisms and of components.
         hooks = any(each.extension is not None for each in self.state.parameters.values())
         self.needs_forwards = bool(self.state.others) or self.state.units is not None or hooks
         self.recordings: dict[int, Recording] = {}  # module number -> gathers of its last forward
         self.last = 0  # number of the module whose forward was last announced
-        self.is_over = False  # an exchange of numbers raised, so all ranks raise
+        self.is_over = False  # whether an exchange of numbers raised, so that all ranks raise
 
     def run(self, generate: Callable[[], Any]) -> Any:
-        """Return the result of `generate()` when all ranks have finished.
-
-        Raises:
-            RuntimeError: another rank raised inside of its generate, or ranks call different modules in generate.
-        """
+        """Return the result of `generate()` when all ranks have finished. Raises RuntimeError as `check` does."""
         try:
             with announcing(self.announce):
                 result = generate()
@@ -101,7 +95,7 @@ class Generation:
         return result
 
     def announce(self, module: nn.Module) -> None:
-        """Wait for the other ranks before a forward of `module`. Record its gathers, which finished ranks repeat."""
+        """Wait for the other ranks before a forward of `module`. Record its gathers, for `replay`."""
         self.keep_recording()
         self.last = self.numbers.get(id(module), _FOREIGN)
         self.meet(self.last)
@@ -126,7 +120,7 @@ class Generation:
             self.replay(self.recordings[running[0]])
 
     def meet(self, number: int) -> list[int]:
-        """Give `number` (of a module, or a state such as `_DONE`) to the other ranks. Return each rank's number."""
+        """Send `number` (a module's, or a state such as `_DONE`) to the other ranks. Return each rank's number."""
         try:
             said = self.meeting.meet(number)
             if number != _FAILED:
@@ -137,7 +131,7 @@ class Generation:
         return said
 
     def check(self, said: list[int]) -> None:
-        """Raise on all ranks if one raised, if they call different modules, or if others need one that has finished."""
+        """Raise on all ranks if one raised, if they call different modules, or if a finished rank cannot join them."""
         if _FAILED in said:
             raise RuntimeError(
                 f"zcompile: rank {said.index(_FAILED)} of the mesh raised inside of generate(), which ends generate() "
@@ -148,9 +142,9 @@ class Generation:
         if running and through and self.needs_forwards:
             raise RuntimeError(
                 f"zcompile: rank {through[0]} of the mesh has finished generate(), but other ranks have not (error on "
-                f"rank {dist.get_rank()}). This model has units (zcompile.shard), tensor subclasses, or collectives in "
-                "its forward, which need a forward on every rank: pass synced_gpus=True to generate, or generate "
-                "inside of zcompile.unshard(model)."
+                f"rank {dist.get_rank()}). This model has units (zcompile.shard), tensor subclasses, int8 gathers, or "
+                "parameters over several meshes, which need a forward on every rank: pass synced_gpus=True to "
+                "generate, or generate inside of zcompile.unshard(model)."
             )
         if len(running) > 1 or (running and through and (_FOREIGN in running or _DONE_WITHOUT_FORWARD in said)):
             raise RuntimeError(

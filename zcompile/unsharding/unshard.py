@@ -17,7 +17,7 @@ from zcompile.state.forward_scope import is_in_forward
 from zcompile.state.gather_extension import name_of
 from zcompile.state.sharded_parameter import ShardedParameter
 
-HASHED_ELEMENTS = 1 << 22  # hashed at a time, for which a hash needs 64 MiB beside the parameter
+HASHED_ELEMENTS = 1 << 22  # so many are hashed at a time, which takes 64 MiB of memory
 
 
 @contextlib.contextmanager
@@ -55,7 +55,7 @@ def unshard(
 
 @contextlib.contextmanager
 def whole_parameters(selected: list[ShardedParameter], writeback: bool, compare: bool) -> Iterator[list[nn.Parameter]]:
-    """Unshard `selected`, as `unshard` does. If `compare`, raise unless all ranks would store the same values."""
+    """Context manager: unshard `selected`. If `compare`, raise unless all ranks would store the same values."""
     _check_entry(selected, writeback)
     for state in {each.state for each in selected}:
         state.close_tables()
@@ -68,7 +68,7 @@ def whole_parameters(selected: list[ShardedParameter], writeback: bool, compare:
         _exchange(selected, [sharded.parameter for sharded in selected])
         _tell(selected, f"{type(error).__name__}: {error}")
         raise
-    except BaseException:  # an interrupt, which ends the program: no more collective calls
+    except BaseException:  # an interrupt, which ends the program: no collective calls, as others may not join them
         _exchange(selected, [sharded.parameter for sharded in selected])
         raise
     _exchange(selected, [sharded.parameter for sharded in selected])
@@ -87,10 +87,7 @@ def sharded_parameters_in(module: nn.Module) -> list[ShardedParameter]:
 
 
 def on_whole_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `method` of a module, so that it runs on whole parameters of the module and its submodules.
-
-    Because `method` may change them, each rank then stores its slice. The wrapped method is a collective call.
-    """
+    """Wrap `method` of a module: it runs on whole parameters, then each rank stores its slice. A collective call."""
 
     @functools.wraps(method)
     def on_whole(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +99,6 @@ def on_whole_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _selected(module_or_params: Any) -> list[ShardedParameter]:
-    """Return the sharded parameters that the argument of `unshard` selects, each once."""
     found: list[Any]
     if isinstance(module_or_params, nn.Module):
         found = sharded_parameters_in(module_or_params)
@@ -184,7 +180,7 @@ def _exchange(selected: list[ShardedParameter], parameters: list[nn.Parameter]) 
 
 
 def _problem(selected: list[ShardedParameter], whole: list[nn.Parameter], versions: list[int] | None) -> str:
-    """Describe a forbidden change of `whole`, or return "". Given the earlier `versions`, any write is forbidden."""
+    """Describe a forbidden change of `whole`, or return "". `versions`: version counters, if any write is forbidden."""
     for i, (sharded, parameter) in enumerate(zip(selected, whole, strict=True)):
         if versions is not None and parameter._version != versions[i]:
             return f"parameter '{sharded.name}' was written to. To store it, pass writeback=True"
@@ -198,12 +194,12 @@ def _problem(selected: list[ShardedParameter], whole: list[nn.Parameter], versio
 
 
 def _tell(selected: list[ShardedParameter], problem: str) -> list[tuple[int, str]]:
-    """Return (rank, problem) of each rank; a problem is the text of an error, or ""."""
+    """All-gather (rank, problem), where the problem is the text of an error, or ""."""
     return all_gather_over_mesh(selected[0].state.mesh, (dist.get_rank(), problem)) if selected else []
 
 
 def _agree(selected: list[ShardedParameter], problem: str) -> None:
-    """Raise on all ranks if one of them passes a `problem`, the text of an error; "" if it has none."""
+    """Raise on all ranks if one of them passes a `problem`, the text of an error, and not ""."""
     for rank, theirs in _tell(selected, problem):
         if theirs:
             raise RuntimeError(f"zcompile.unshard: on rank {rank}, {theirs}.")
@@ -243,9 +239,7 @@ def _store(sharded: ShardedParameter, whole: nn.Parameter) -> None:
 
 
 def _reset_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the module's own `reset_parameters` on whole parameters, then store this rank's slice; a collective call.
-
-    Ranks with the same seed get the values of the unsharded module."""
+    """Run `reset_parameters` on the module's own parameters, made whole. Collective; all ranks need the same seed."""
     reset = super(type(self), self).reset_parameters
     sharded = [each for each in sharded_parameters_of(self) if not each.is_whole]
     with whole_parameters(sharded, writeback=True, compare=False):
