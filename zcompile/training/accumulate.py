@@ -83,9 +83,10 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
 
 
 def begin_accumulating(state: ShardedModel, microbatch_cache_bytes: int) -> None:
-    """Keep gathered parameters unsharded, up to `microbatch_cache_bytes`, and let reduces add to earlier gradients.
+    """Keep parameters of domain 0 unsharded, up to `microbatch_cache_bytes`, and let reduces add to earlier gradients.
 
-    Parameters must not change until `end_accumulating`. Only parameters on the model's first mesh stay unsharded."""
+    Parameters must not change until `end_accumulating`.
+    """
     if state.block_order is not None:
         state.block_order.keep(microbatch_cache_bytes)
     if state.unit_order is not None:
@@ -96,7 +97,6 @@ def begin_accumulating(state: ShardedModel, microbatch_cache_bytes: int) -> None
 
 
 def end_accumulating(state: ShardedModel) -> None:
-    """Undo `begin_accumulating`: kept parameters are freed, and parameters may change again."""
     for order in state.orders:
         order.release()
     for model in models_of(state):

@@ -46,7 +46,7 @@ class Deferral:
 class DeferredReplicas(Deferral):
     """Microbatches reduce-scatter inside of a replica. The block's end sums over replicas, in replica order.
 
-    Gradients from before the block are summed over replicas already, so `earlier` keeps them apart until its end.
+    `earlier` keeps gradients from before the block, which are summed over replicas already.
     """
 
     def __init__(self, states: Sequence[ShardedModel]):
@@ -133,7 +133,7 @@ Reduces = Callable[[ShardedModel, list[ShardedParameter], list[torch.Tensor | No
 
 
 def _reduce(state: ShardedModel, reduce: Reduces) -> None:
-    """Reduce the gradients that added up in the block by calls of `reduce`, in the order of the parameters."""
+    """Reduce the gradients that added up in the block, by `reduce`, in the order of the parameters."""
     unreduced = {each: each.take_unreduced() for each in state.parameters.values()}
     own = [each.index for each, grad in unreduced.items() if grad is not None]
     used = {index for of_rank in all_gather_over_mesh(state.mesh, own) for index in of_rank}
@@ -150,7 +150,7 @@ def _reduce(state: ShardedModel, reduce: Reduces) -> None:
 def _over_all(
     state: ShardedModel, bucket: list[ShardedParameter], sums: list[torch.Tensor | None]
 ) -> Iterator[torch.Tensor]:
-    """Yield this rank's shard of each reduced gradient. `sums`: this rank's unsharded gradients; None: zeros."""
+    """Yield this rank's shard of each reduced gradient. `sums`: this rank's unsharded gradients; None for zeros."""
     for sharded, whole in zip(bucket, sums, strict=True):
         with torch.no_grad():
             own = sharded.leaf.new_zeros(sharded.shape) if whole is None else whole
@@ -160,7 +160,7 @@ def _over_all(
 def _over_hosts(
     state: ShardedModel, bucket: list[ShardedParameter], sums: list[torch.Tensor | None]
 ) -> list[torch.Tensor]:
-    """Return this rank's shard of each reduced gradient. `sums`: sums over the ranks of this host; None: zeros."""
+    """Return this rank's shard of each reduced gradient. `sums`: those over the ranks of this host; None for zeros."""
     return state.runtime.reduce_over_hosts([sharded.index for sharded in bucket], sums)
 
 
@@ -182,7 +182,7 @@ def _sum_over_replicas(state: ShardedModel) -> None:
 
 
 def _summed(flat: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, int]:
-    """Return the sum of `flat` over replicas, and the bytes this rank got. Each of 3 or more replicas sums a part."""
+    """Return the sum of `flat` over replicas, and the bytes received. Each of 3 or more replicas sums a part."""
     count = group.size()
     if count <= 2:
         return _sum(_over_replicas(flat, group)), (count - 1) * flat.nbytes

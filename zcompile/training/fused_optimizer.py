@@ -1,9 +1,8 @@
 """A step of Adam or AdamW that also writes the low-precision copies of shards that peers gather.
 
-With the p2p transport, each rank keeps copies of its shards in `param_dtype`, which peers read. To cast them after a
-step would read all main parameters again. The optimizer's kernel has just computed the main parameters, so it writes
-the copies, too. torch's own `step` runs unchanged: a dispatch mode replaces only its call of the fused kernel.
-csrc/p2p/schedule/adam_schedule.h explains in which order the kernel updates parameters.
+With the p2p transport, each rank keeps copies of its shards in `param_dtype`, which peers read. A later cast would read
+all main parameters again, so the kernel that computes them also writes the copies. torch's own `step` runs: a dispatch
+mode replaces only its call of the fused kernel. The order of parameters: csrc/p2p/schedule/adam_schedule.h.
 """
 
 import contextlib
@@ -119,7 +118,7 @@ def fuse_optimizer(
     if offload == "states":
         read_narrow_shards(state)
     fused.fused_by_zcompile = (*models, weakref.ref(state))
-    # Weak: an optimizer whose `step` held it would stay alive, with its states, until the next garbage collection.
+    # Weak, because a cycle would keep the optimizer and its states alive until the next garbage collection.
     reference = weakref.ref(optimizer)
 
     @functools.wraps(fused)
@@ -146,7 +145,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _fused_step(unbound: Callable[..., Any], mode: "StepMode", early: StepInBackward | None) -> Callable[..., Any]:
-    """Wrap `unbound`, an optimizer's step, to run it under `mode`, and then drop gradients."""
+    """Wrap `unbound`, an optimizer's step: run it under `mode`, then set gradients to None."""
     offload = mode.offload
 
     @functools.wraps(unbound)  # keeps attributes that schedulers and others set on it
@@ -175,7 +174,7 @@ def _fused_step(unbound: Callable[..., Any], mode: "StepMode", early: StepInBack
 class StepMode(TorchDispatchMode):
     """A dispatch mode that replaces torch's fused Adam kernel by the transport's, for parameters of the model.
 
-    If the transport has no such kernel, torch's updates local shards. Other models' parameters always use torch's.
+    If the transport has no such kernel, torch's kernel updates the local shards.
     """
 
     def __init__(self, state: ShardedModel, offload: Offload | None = None):
@@ -183,7 +182,7 @@ class StepMode(TorchDispatchMode):
         self.reference = weakref.ref(state)  # an optimizer must not hold a model
         self.offload = offload
         self.refreshes_cache = False  # whether the transport's kernel has written its copies in some step
-        self.in_backward = False  # whether a step in backward runs, which leaves the cache of the transport alone
+        self.in_backward = False  # whether a step in backward runs, which must not write the transport's copies
 
     @property
     def state(self) -> ShardedModel | None:
@@ -192,7 +191,6 @@ class StepMode(TorchDispatchMode):
 
     @contextlib.contextmanager
     def stepping_in_backward(self) -> Iterator[None]:
-        """Enter the dispatch mode for a step that runs during backward."""
         self.in_backward = True
         try:
             with self:
@@ -246,8 +244,7 @@ class StepMode(TorchDispatchMode):
     ) -> None:
         """Update this rank's shards by the transport's kernel if it supports the step, else by torch's kernel.
 
-        `items`, `done`, `tensors`: see `Step` in offload.py. They are local tensors: an op on DTensors would make a
-        `DTensorSpec` for each, which takes more host time than the rest of the step.
+        `items`, `done`, `tensors`: see `Step` in offload.py. Local tensors, because ops on DTensors take far longer.
         """
         state, settings = self.state, {name: kwargs[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
         assert state is not None
@@ -256,20 +253,17 @@ class StepMode(TorchDispatchMode):
         plain = _is_plain(func, kwargs) and not self.in_backward
         if plain and state.runtime.fused_adam_step(indices, needed, **settings):
             self.refreshes_cache = True
-            # Now, not after the step: copies may lie in a gradient's memory, to which a hook of the step could write.
+            # Now, not after the step: a hook could write to a gradient, whose memory may hold the transport's copies.
             for item in done:
                 parameters[item].grad = None
             return
         if self.refreshes_cache:
-            # torch's kernel leaves the copies that an earlier step cached: mark them as out of date.
+            # torch's kernel does not write the transport's copies: mark those of an earlier step as out of date.
             torch.autograd.graph.increment_version(tensors[0])
         func(*tensors, **kwargs)
 
     def _step_others(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Run torch's kernel on `args`. DTensor redistributes states sharded unlike the parameter, or raises.
-
-        Moments in host memory are streamed (offload.py), such as those of parameters on the model's other meshes.
-        """
+        """Run torch's kernel on `args`, with moments in host memory streamed (offload.py)."""
         offload, scales = self.offload, [kwargs.get(name) for name in ("grad_scale", "found_inf")]
         if offload is None:
             func(*args, **kwargs)
@@ -289,7 +283,7 @@ class StepMode(TorchDispatchMode):
 
 
 def _taken(args: Sequence[Any], places: list[int]) -> Tensors:
-    """Select the entries `places` (indices) of each list in a fused kernel's `args`; amsgrad's list may be empty."""
+    """Select the entries at `places` of each list in a fused kernel's `args`; amsgrad's list may be empty."""
     return [[values[i] for i in places] if values else [] for values in args]
 
 

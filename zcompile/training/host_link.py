@@ -20,7 +20,7 @@ class HostLink:
     """Queues for a model on the CPU. `run` returns after it has done the work, so waits do nothing."""
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Allocate uninitialised host memory of the shape and dtype of `like`; for a GPU it is pinned."""
+        """Allocate uninitialised host memory, pinned for a GPU, of the shape and dtype of `like`."""
         return torch.empty(like.shape, dtype=like.dtype, device="cpu")
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -28,11 +28,9 @@ class HostLink:
         return tensor
 
     def is_host(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in host memory."""
         return tensor.device.type == "cpu"
 
     def run(self, queue: Queue, work: Callable[[], None]) -> None:
-        """Enqueue `work` on `queue`."""
         work()
 
     def mark(self, queue: Queue) -> Any:
@@ -53,7 +51,7 @@ class HostLink:
     def aside(self) -> Iterator[None]:
         """Context manager in which `Queue.COMPUTE` is a second stream, which first waits for the program's work so far.
 
-        The program's own stream does not wait for the second stream, until `join`.
+        The program's own stream does not wait for it before `join`.
         """
         yield
 
@@ -61,7 +59,7 @@ class HostLink:
         """Make the program's work enqueued from now on wait for the second stream of `aside`."""
 
     def release(self, buffer: torch.Tensor) -> None:
-        """Delay reuse of the memory of `buffer`, which the caller drops, until all queues are done with it."""
+        """Before the caller drops `buffer`: keep its memory from reuse until all queues are done with it."""
 
 
 class CudaLink(HostLink):
@@ -117,5 +115,4 @@ class CudaLink(HostLink):
 
 
 def host_link_of(device: torch.device) -> HostLink:
-    """Return the queues for copies between the host and `device`."""
     return CudaLink(device) if device.type == "cuda" else HostLink()

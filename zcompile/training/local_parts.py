@@ -7,16 +7,13 @@ from torch.distributed.tensor import DTensor
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor; any other tensor unchanged."""
+    """Return the local tensor of a DTensor, or any other tensor itself."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
 
 
 def are_alike(specs: list[Any]) -> bool:
-    """Whether all `specs` have the same mesh and placements. False if one of them is None, as for a plain tensor.
-
-    This runs for each parameter in each step, so it first compares specs and meshes by identity, which is fast.
-    """
+    """Whether all `specs` have the same mesh and placements. False if one of them is None, as for a plain tensor."""
     first, *others = specs
     for other in others:
         if other is first:

@@ -2,13 +2,12 @@
 
 [Note: main parameters in host memory]
 If a main parameter is always gathered in one narrower dtype, only the optimizer reads its float32 values. So
-`fuse_optimizer(offload="states")` moves these values to pinned host memory. The DTensor object, its storage object and
-its `device` stay the same, because kernels and copies of a GPU can access pinned memory. Other readers still get
-float32 values, only more slowly: `state_dict`, checkpoints, `full_tensor`, gathers in another dtype.
+`fuse_optimizer(offload="states")` moves these values to pinned host memory. The DTensor, its storage object and its
+`device` stay the same, because a GPU can access pinned memory. So `state_dict`, `full_tensor` and gathers in another
+dtype still read the float32 values, only more slowly.
 
 Gathers in the narrower dtype read the narrow shard, which must follow each write to its main parameter:
-  - A streamed step (offload.py) writes both. At its end, the program's stream waits for the copies to the host, so
-    that later reads get the new values.
+  - A streamed step (offload.py) writes both. At its end, the program's stream waits for the copies to the host.
   - An in-place operation increments a version counter, so the next gather casts again (`ShardedParam::renew_narrow`).
   - Fused kernels of other optimizers increment no counter, so a hook after every optimizer step increments it.
 """
@@ -27,7 +26,7 @@ from zcompile.state.attributes import SHARDED
 from zcompile.state.sharded_parameter import OnHost, ShardedParameter
 from zcompile.training.local_parts import local_of
 
-SHARE_TO_WARN_OF = 0.01  # of the bytes of main parameters; weights of norms are fewer bytes
+SHARE_TO_WARN_OF = 0.01  # of the bytes of main parameters
 
 
 def sharded_by(parameter: torch.Tensor) -> ShardedParameter | None:
@@ -45,9 +44,8 @@ def on_host(parameter: torch.Tensor) -> OnHost | None:
 def narrow_dtype(parameter: torch.Tensor) -> torch.dtype | None:
     """Return the dtype of all gathers of `parameter` if its main parameter may move to the host, else None.
 
-    Without `param_dtype`, the gathers so far decide. None for a scalar, and for a parameter that shares its memory with
-    other tensors: these stay on the device. All ranks must get the same result, also those with an empty shard: with
-    the p2p transport, it is the dtype in which every rank caches the parameter (`ShardedParam::is_cached_in`).
+    A scalar, and a parameter that shares memory with other tensors, stay on the device. All ranks must get the same
+    result, also for an empty shard: in this dtype every p2p rank keeps its copy (`ShardedParam::is_cached_in`).
     """
     sharded = sharded_by(parameter)
     if sharded is None or sharded.on_host is not None or sharded.leaf_reference() is None or not sharded.shape:
@@ -73,7 +71,7 @@ def _is_alone(local: torch.Tensor) -> bool:
 
 
 def warn_of_device_bytes(parameters: Sequence[Any]) -> None:
-    """Warn if more than 1 % of the bytes of `parameters`, main parameters that train, stay on the device."""
+    """Warn if more than SHARE_TO_WARN_OF of the bytes of `parameters` stay on the device, and say why."""
     stayed = [parameter for parameter in parameters if on_host(parameter) is None]
     nbytes, total = (sum(local_of(parameter).nbytes for parameter in each) for each in (stayed, parameters))
     if nbytes <= SHARE_TO_WARN_OF * total:
@@ -100,7 +98,7 @@ def warn_of_device_bytes(parameters: Sequence[Any]) -> None:
 
 @torch.no_grad()
 def move_to_host(dtypes: Mapping[Any, torch.dtype], memory: Iterable[torch.Tensor]) -> None:
-    """Move main parameters, the keys of `dtypes`, to `memory`, a host tensor for each. Values: dtypes of gathers."""
+    """Move main parameters to `memory`, a host tensor for each. `dtypes`: main parameter -> dtype of its gathers."""
     if any(parameter.is_cuda for parameter in dtypes):
         torch.cuda.synchronize()  # streams of transports may still read the memory that is freed now
     for (parameter, dtype), host in zip(dtypes.items(), memory, strict=True):

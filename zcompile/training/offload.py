@@ -4,16 +4,14 @@
 Adam's moments lie in pinned host memory, with `offload="states"` main parameters, too (main_parameters.py). Gradients
 lie on the GPU. A step divides the parameters into groups with at most `GROUP_BYTES` of states; a large parameter is cut
 into pieces. The GPU has `SLOTS` sets of buffers. For each group, the step copies the states into a set of buffers, runs
-the optimizer's usual kernel on them, and copies them back to the host. So it copies one group in, while the kernel
-updates another, and a third is copied out. Four waits order this:
-  - The first copy to the GPU waits for work enqueued before the step, which may still use the memory of the buffers.
+the optimizer's usual kernel on them, and copies them back. So three groups are in work at once. Four waits order this:
+  - The first copy into a set of buffers waits for work enqueued before, which may still use the buffers' memory.
   - The kernel of a group waits for the group's copy to the GPU.
   - The group's copy back to the host waits for the kernel.
   - The next copy into a set of buffers waits until the last group in these buffers was copied back.
-With "moments", the program's stream waits for the kernels alone, so the next forward may run while the last groups are
-copied back. With "states", that stream also waits for the last copy, since any later kernel may read main parameters.
-Until the copies end, moments in host memory are old or partly written. So `optimizer.state` is a mapping whose reads
-first block the host until the copies have ended. `state_dict()`, `copy` and the next step read through this mapping.
+With "moments", the program's stream does not wait for the last copies, so they overlap with the next forward. With
+"states", it does, since any later kernel may read main parameters. Until the copies end, moments in host memory are old
+or partly written. So `optimizer.state` is a mapping whose reads first block the host until the copies have ended.
 
 Results are bitwise those of a step without offload, because the kernel is the same and elementwise. Pieces begin at
 multiples of `GRAIN` elements, so that a CPU's kernel splits them into the same vectors and remainder.
@@ -69,7 +67,7 @@ class HostStates(defaultdict[torch.Tensor, dict[str, Any]]):
 
 
 def _waiting(name: str) -> Callable[..., Any]:
-    """Wrap defaultdict's method `name`: first wait for the moments of its argument, a parameter, or else for all."""
+    """Wrap defaultdict's method `name`: first wait for moments, of the parameter that it gets or else of all."""
     read = getattr(defaultdict, name)
 
     @functools.wraps(read)
@@ -87,18 +85,14 @@ for _name in ("__getitem__", "__iter__", "get", "items", "values", "pop", "popit
 
 @dataclass
 class Loaded:
-    """Wraps a checkpoint's moment, `source`, so that torch does not move it to the GPU; `target` is its host memory."""
+    """Wraps a checkpoint's moment, `source`, so that torch does not move it to the GPU. `target` is its host memory."""
 
     source: DTensor
     target: DTensor
 
 
 class Offload:
-    """Keeps Adam's states of one model's parameters in host memory. Refers to model and optimizer weakly.
-
-    Args:
-        kind: "moments", or "states": main parameters, too. Those with a `param_dtype` move to the host in this call.
-    """
+    """Keeps Adam's states of one model in host memory. `kind`: "moments", or "states": main parameters, too."""
 
     def __init__(self, kind: str, state: ShardedModel, optimizer: torch.optim.Optimizer):
         self.kind, self.model, self.optimizer = kind, weakref.ref(state), weakref.ref(optimizer)
@@ -111,7 +105,7 @@ class Offload:
         self.streamed: list[Any] = []  # parameters of this step
         self.has_stepped = False
         self.in_backward = False  # whether parameters are stepped in backward; see step_in_backward.py
-        self.copied_out: Any = None  # an event (see `HostLink.mark`); None if all moments are in host memory
+        self.copied_out: Any = None  # mark (`HostLink.mark`) after the last copy to the host; None if no copy runs
         self.in_flight: set[int] = set()  # ids of parameters whose moments may not be in host memory yet
         self.offloads: list[Offload] = getattr(optimizer.state, "offloads", [])  # one for each model
         self.offloads.append(self)
@@ -120,7 +114,7 @@ class Offload:
         optimizer.state = HostStates(self.offloads, optimizer.state)
 
     def find_parameters(self) -> dict[int, str]:
-        """Return {id of a parameter: its name} for all parameters of the model, and store it as `self.parameters`."""
+        """Set `self.parameters` to {id of a parameter: its name} for all parameters of the model, and return it."""
         state = self.model()
         models = [] if state is None else models_of(state)
         found = (sharded for each in models for sharded in each.parameters.values())
@@ -134,7 +128,7 @@ class Offload:
         return id(parameter) in self.parameters and fits(parameter) and are_on_host
 
     def state_bytes(self) -> tuple[int, int]:
-        """Return this rank's bytes of trainable main parameters and Adam moments: (in host memory, on the device)."""
+        """Return the bytes of this rank's trainable main parameters and moments: (in host memory, on the device)."""
         optimizer, nbytes = self.optimizer(), {True: 0, False: 0}
         assert optimizer is not None, "an optimizer has this"
         for parameter in self.trained(optimizer):
@@ -160,7 +154,7 @@ class Offload:
 
     @contextlib.contextmanager
     def step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Context manager around a step of `optimizer`. Inside, `stream` may be called in place of the fused kernel."""
+        """Context manager around a step of `optimizer`, inside of which the dispatch mode calls `stream`."""
         self.find_parameters()
         if self.model() is None:
             self._give_back(optimizer)
@@ -188,7 +182,7 @@ class Offload:
             self.streamed = []
 
     def open(self, parameters: list[Any]) -> None:
-        """Allocate the GPU buffers into which a step copies states of `parameters`; they are freed when `step` ends."""
+        """Allocate the GPU buffers into which a step copies states of `parameters`. The end of `step` frees them."""
         if self.running is not None:
             return
         rows = len(MOMENTS) + any(on_host(parameter) is not None for parameter in parameters)
@@ -198,8 +192,7 @@ class Offload:
     def stream(self, parameters: list[Any], tensors: Tensors, step: Step) -> None:
         """Update `parameters` in groups: copy a group's states to the device, call `step`, and copy them back.
 
-        Args:
-            tensors: local tensors, in the lists that torch's fused kernel takes. The moments lie in host memory.
+        `tensors`: local tensors, in the lists that torch's fused kernel takes. The moments lie in host memory.
         """
         self.in_flight |= {id(parameter) for parameter in parameters}
         self.streamed += parameters
@@ -211,7 +204,7 @@ class Offload:
     def _stream_group(
         self, stream: Stream, pieces: list[Piece], tensors: Tensors, mains: list[OnHost | None], step: Step
     ) -> None:
-        """Copy moments, and main parameters in host memory, of a group of pieces to the device, step, and copy back."""
+        """Copy the states of a group of pieces to the device, step, and copy them back."""
         group = [[piece.of(values[piece.item]) for piece in pieces] if values else [] for values in tensors]
         group[COUNTS] = [tensors[COUNTS][piece.item] for piece in pieces]
         found = [mains[piece.item] for piece in pieces]
@@ -255,8 +248,7 @@ class Offload:
     def _move_to_host(self, optimizer: torch.optim.Optimizer, stepped: list[tuple[Any, dict[str, Any]]]) -> None:
         """Create missing moments of `stepped` in host memory. Move main parameters and existing moments to the host.
 
-        Existing moments are on the device if an earlier step ran without offload. All host memory is allocated before
-        the first state changes, so that a failed allocation changes no state.
+        All host memory is allocated before the first state changes, so that a failed allocation changes no state.
         """
         states = {parameter: optimizer.state.get(parameter) or {} for parameter, _ in stepped}
         missing = [
@@ -296,11 +288,7 @@ class Offload:
         return {parameter: dtype for parameter, dtype in dtypes.items() if dtype is not None}
 
     def _allocate(self, parameters: list[DTensor]) -> list[DTensor]:
-        """Allocate uninitialised host memory for one state (a moment, say) of each of `parameters`.
-
-        Raises:
-            RuntimeError: the host has not enough memory; the text names the bytes and the remedy.
-        """
+        """Allocate host memory for one state of each of `parameters`. Raises RuntimeError if there is too little."""
         locals_ = [local_of(parameter) for parameter in parameters]
         total = sum(local.nbytes for local in locals_)
         has = host_memory_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -313,7 +301,6 @@ class Offload:
         return [with_local(parameter, local) for parameter, local in zip(parameters, memory, strict=True)]
 
     def _no_memory(self, total: int, reason: str) -> str:
-        """Return the error text for a failed allocation of `total` bytes."""
         return (
             f"zcompile.fuse_optimizer(offload={self.kind!r}) asked for {total} bytes ({_gib(total)}) of pinned host "
             f"memory for states of Adam on rank {dist.get_rank()}, and did not get them: {reason}. No state was "
@@ -332,12 +319,7 @@ class Offload:
                     state[name] = with_local(moment, local_of(moment).to(parameter.device))
 
     def _keep_on_host(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        """Pre-hook of `load_state_dict`: without it, torch would copy all moments to the device at once.
-
-        Returns:
-            `state_dict` with each moment wrapped in `Loaded`, which torch does not move. None if checkpoint and
-            optimizer differ in their number of parameters; torch then raises.
-        """
+        """Pre-hook of `load_state_dict`: wrap moments in `Loaded`. If not, torch would copy them all to the device."""
         self.wait()
         self.find_parameters()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -359,7 +341,7 @@ class Offload:
         return {**state_dict, "state": states}
 
     def _finish_load(self, optimizer: torch.optim.Optimizer) -> None:
-        """Post-hook of `load_state_dict`: copy `Loaded` moments to host memory; restore `HostStates`."""
+        """Post-hook of `load_state_dict`: copy `Loaded` moments to host memory, and restore `HostStates`."""
         for state in optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, Loaded):

@@ -1,11 +1,9 @@
 """Hooks around the steps of optimizers that hold sharded parameters.
 
-Before a step, ranks compare the collectives that they have started (order_check.py). Two kinds of steps are not
-checked. A parameter's hook may take a step inside of a backward: ranks may be at different places of this backward, and
-so have started different collectives. A step that `torch.compile` compiled calls no optimizer hooks.
-
-Each step is counted in the log of collectives, because all ranks must take the step between the same two collectives;
-see csrc/transport/order_log.h.
+Before a step, ranks compare the collectives that they have started (order_check.py). After it, the step is added to the
+log of collectives, because all ranks must take it between the same two collectives (csrc/transport/order_log.h). Steps
+inside of a backward, in a parameter's hook, are left out: ranks may be at different places of the backward. So are
+steps that `torch.compile` compiled, which call no optimizer hooks.
 """
 
 import functools
@@ -35,11 +33,7 @@ def _install_hooks() -> None:
 
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    """Hook before a step: ranks compare their collectives; again after each call of a closure, which runs a backward.
-
-    Returns:
-        The step's positional and keyword arguments with the closure wrapped; None without a closure.
-    """
+    """Hook before a step: compare collectives. If there is a closure, return arguments with a closure that compares."""
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
         return None
     states = [state for state in _held_by(optimizer) if state.order_check is not None]
@@ -54,7 +48,7 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _checked(closure: Any, states: list[ShardedModel]) -> Any:
-    """Wrap `closure`, so that ranks compare their collectives after each call."""
+    """Wrap `closure`, which runs a backward, so that ranks compare their collectives after each call."""
 
     @functools.wraps(closure)
     def checked() -> Any:
@@ -68,8 +62,7 @@ def _checked(closure: Any, states: list[ShardedModel]) -> Any:
 def check_orders(states: list[ShardedModel]) -> None:
     """Compare the collectives that ranks have started, once for models with the same process groups. A collective call.
 
-    Raises:
-        RuntimeError: see `OrderCheck.check`.
+    Raises RuntimeError as `OrderCheck.check` does.
     """
     checks = [(state.order_check, state) for state in states if state.order_check is not None]
     checked = set()
@@ -96,7 +89,6 @@ def _count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _held_by(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
-    """Return the models with a parameter that `optimizer` holds."""
     held = _parameters_of(optimizer)
     return [
         state for state in list(_models) if any(id(sharded.parameter) in held for sharded in state.parameters.values())
@@ -104,5 +96,4 @@ def _held_by(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Return the ids of the parameters that `optimizer` holds."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

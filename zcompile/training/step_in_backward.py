@@ -1,24 +1,23 @@
 """Steps of an offloading optimizer during backward, which hides the copies of its states.
 
 [Note: steps in backward]
-A step that copies states over the host's link takes longer than a forward, and backward leaves that link idle.
-So with `fuse_optimizer(step_in_backward=True)`, backward updates a parameter after its gradient was delivered to
-`.grad`. No rank reads the parameter again in this backward: autograd adds up all gradients of a leaf before it delivers
-their sum, and a reduced gradient needs the sums of all ranks.
+With `fuse_optimizer(step_in_backward=True)`, backward updates a parameter after its gradient was delivered to `.grad`.
+So the copies of states overlap with backward. No rank reads the parameter again in this backward: autograd adds up all
+gradients of a leaf before it delivers their sum, and a reduced gradient needs the sums of all ranks.
 
-Parameters are collected until their states fill several groups of [Note: streamed steps] in offload.py. All ranks
-collect the same ones, because a program may call `clip_grad_norm_`, a collective, on the rest. Then torch's own step
+Parameters are collected until their states fill several groups of [Note: streamed steps] in offload.py. All ranks must
+collect the same ones, because the program may call `clip_grad_norm_`, a collective, on the rest. Then torch's own step
 runs for these parameters alone, on a second stream, which waits for the gradients. Backward's stream does not wait for
 the second stream; `optimizer.step()` does. The memory of a gradient is not freed before the second stream has read it,
 since a later gradient of this backward could be written there.
 
 `optimizer.step()` updates the parameters that are left after backward. If the program has clipped or scaled their
-gradients by then, the other parameters were updated with unclipped gradients. To detect this, backward copies some
-elements of the last gradient, and `optimizer.step()` compares them on the device. The next `optimizer.step()` raises,
-so that no step waits for the device.
+gradients, the others were updated with unclipped gradients. To detect this, backward copies some elements of the last
+gradient, and `optimizer.step()` compares them on the device. The next `optimizer.step()` raises, so that no step waits
+for the device.
 
-Steps in backward write main parameters and their copies for gathers from host memory (main_parameters.py). They leave
-out the p2p transport's copies of shards, which share memory with gradients. The next gather casts these copies again.
+Steps in backward write narrow shards (main_parameters.py), but not the p2p transport's copies of shards, which may
+share memory with gradients. The next gather casts these copies again.
 """
 
 import contextlib
@@ -46,11 +45,7 @@ SEEN = 1024  # elements of the last gradient that are compared
 
 
 class StepInBackward:
-    """Updates parameters of one model in backward. Parameters refer to it; it refers to model and optimizer weakly.
-
-    Args:
-        mode: the dispatch mode that the optimizer steps under (`StepMode`).
-    """
+    """Updates parameters of one model in backward. Parameters refer to it; it refers to model and optimizer weakly."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, offload: Offload, mode: Any):
         self.optimizer, self.offload, self.mode = weakref.ref(optimizer), offload, mode
@@ -71,9 +66,7 @@ class StepInBackward:
         """Add a parameter with a complete `.grad` to the pending ones. If these fill `GROUPS` groups, first step them.
 
         The optimizer's first step, and a parameter's first step, allocate host memory: `optimizer.step()` does them.
-
-        Raises:
-            RuntimeError: it got a gradient before, and perhaps a step, and `optimizer.step()` was not called since.
+        Raises RuntimeError if the parameter got another gradient since the last `optimizer.step()`.
         """
         optimizer, parameter = self.optimizer(), cast(Any, sharded.parameter)
         if optimizer is None or not self.offload.has_stepped or parameter not in optimizer.state:
@@ -90,9 +83,8 @@ class StepInBackward:
     def finish(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the program's stream wait for the steps in backward. `optimizer.step()` calls this first.
 
-        Raises:
-            RuntimeError: a parameter got another gradient after its step; settings in `param_groups` changed after it;
-                a GradScaler steps the optimizer; or gradients changed before the previous `optimizer.step()`.
+        Raises RuntimeError if, after its step, a parameter got another gradient or settings in `param_groups` changed;
+        if a GradScaler steps the optimizer; or if gradients changed before the previous `optimizer.step()`.
         """
         seen, link = self.seen, self.offload.link
         self.pending, self.pending_bytes, self.seen = {}, 0, None
@@ -130,7 +122,7 @@ class StepInBackward:
         pending, self.pending, self.pending_bytes = self.pending, {}, 0
         offload, link = self.offload, self.offload.link
         if not self.stepped:
-            offload.wait()  # until the moments of the last step are in host memory
+            offload.wait()
             self.settings = _settings_of(optimizer)
             offload.open([*offload.trained(optimizer)])
         self.stepped |= pending
@@ -164,7 +156,6 @@ def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _restricted(optimizer: torch.optim.Optimizer, parameters: Collection[Any]) -> Iterator[None]:
-    """Context manager in which `optimizer.param_groups` has only `parameters`."""
     groups = optimizer.param_groups
     optimizer.param_groups = [
         {**group, "params": [each for each in group["params"] if each in parameters]} for group in groups

@@ -9,7 +9,7 @@ import torch
 from zcompile.training.host_link import HostLink, Queue
 
 GROUP_BYTES = 64 << 20  # of all states of a group: 1.3 ms at 50 GB/s, far longer than a copy takes to start
-SLOTS = 3  # for a group that is copied in, one that is stepped, and one that is copied out
+SLOTS = 3  # sets of buffers: for a group that is copied in, one that is stepped, and one that is copied out
 GRAIN = 4096  # elements; large parameters are cut into pieces at multiples of it
 ALIGNMENT = 128  # elements; pieces begin at multiples of it in a buffer
 
@@ -33,7 +33,7 @@ class Piece:
         return self.end - self.begin == self.numel
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the piece's elements of `tensor`; all: `tensor`, as a view would also hold a gradient's memory."""
+        """Return the piece's elements of `tensor`. If these are all, return no view: it would keep a gradient alive."""
         return tensor if self.is_whole else tensor.reshape(-1)[self.begin : self.end]
 
     def in_buffer(self, buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -42,10 +42,10 @@ class Piece:
 
 
 def plan_groups(numels: Sequence[int], capacity: int) -> list[list[Piece]]:
-    """Divide shards of `numels` elements into one or more groups of at most `capacity` elements, with padding.
+    """Divide shards of `numels` elements into groups of at most `capacity` (a multiple of `GRAIN`), with padding.
 
-    Only a shard of more than `capacity` elements is cut; `capacity` is a multiple of `GRAIN`. A shard without elements
-    also gets a piece, because each rank must call the transport for all parameters.
+    Only a shard of more than `capacity` elements is cut. A shard without elements also gets a piece, because each rank
+    must call the transport for all parameters.
     """
     groups: list[list[Piece]] = [[]]
     used = 0
@@ -73,8 +73,7 @@ def _aligned(numel: int, alignment: int) -> int:
 class Slot:
     """Device buffers for one group at a time. `free`: an event after which the buffers may be overwritten.
 
-    The first event is recorded after the allocation, because under `torch.use_deterministic_algorithms` torch fills new
-    memory on the current stream.
+    The first event comes after the allocation, because in deterministic mode torch fills new memory, on this stream.
     """
 
     def __init__(self, rows: int, capacity: int, device: torch.device, link: HostLink):
@@ -85,10 +84,8 @@ class Slot:
 class Stream:
     """A pipeline, no CUDA stream: copies states of parameters to the device in groups, steps them, copies them back.
 
-    Args:
-        rows: the most state tensors of a parameter: two moments, and the main parameter if it lies in host memory.
-        numels: elements of each parameter's shard.
-        device: the device that computes the step.
+    `rows`: the most state tensors of a parameter: two moments, and the main parameter if it lies in host memory.
+    `numels`: elements of each parameter's shard.
     """
 
     def __init__(self, link: HostLink, rows: int, numels: Sequence[int], device: torch.device):
@@ -131,6 +128,5 @@ class Stream:
 
 
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second tensor of each pair to the first."""
     for to, source in pairs:
         to.copy_(source, non_blocking=True)
