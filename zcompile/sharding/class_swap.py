@@ -2,8 +2,8 @@
 
 Dynamo traces a property like any Python code, so a compiled graph has one gather where the module reads a parameter. In
 eager code, inside of a forward, the property returns the unsharded parameter, and first gathers its block if no call
-has done so. Outside of forwards, the property returns the DTensor. To count forwards, subclasses also override
-`__call__`, also those of modules without own parameters; see [Note: inside of a forward] in forward_scope.py.
+has done so. Outside of forwards, the property returns the DTensor. To know if a forward runs, the subclasses count
+calls ([Note: inside of a forward] in forward_scope.py), so modules without own parameters get one, too.
 """
 
 import copyreg
@@ -295,8 +295,8 @@ def _sharded_metaclass(base: type[type]) -> type[type]:
     """Make a subclass of the metaclass `base`, for the classes that `zcompile.shard` gives to modules.
 
     A call of such a class, as in `type(model)(config)`, makes an unsharded module. The class has the name of the
-    unsharded class, by which Hugging Face knows models. By this name pickle would find the unsharded class, so pickles
-    have the arguments of `_sharded_class`.
+    unsharded class, by which Hugging Face knows models. pickle would find the unsharded class by this name, so a pickle
+    stores the arguments of `_sharded_class`.
     """
 
     def make_unsharded(made: type, *args: Any, **kwargs: Any) -> Any:

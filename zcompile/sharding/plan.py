@@ -65,7 +65,7 @@ def plan_shards(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, place
     policies = policies_of(model, options.policy, options.own_policies)
     quantizes = options.gather_dtype is not None
     in_int8 = frozenset(id(each) for each, _ in placements if quantizes and is_quantized(each, each.ndim))
-    # Also on one rank if reads cast: without a unit, each iteration of a loop over experts would cast all weights.
+    # One rank needs units if reads cast: without, each iteration of a loop over experts would cast all experts.
     gathers = mesh.size() > 1 or bool(in_int8) or any(each.param_dtype is not None for each in policies.values())
     units, in_units = _units(model, mesh, options, placements) if gathers else ({}, frozenset())
     own = {path: policies[each] for path, each in model.named_modules() if policies[each] is not options.policy}

@@ -50,7 +50,7 @@ def has_hooks(parameter: torch.Tensor) -> bool:
 
 
 def part_held_by(parameter: Any) -> torch.Tensor:
-    """Return a DTensor's local tensor, or else `parameter`. A view from `to_local()` may lack attributes of hooks."""
+    """Return a DTensor's local tensor, or else `parameter`. A view by `to_local()` may lack attributes for hooks."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
@@ -221,8 +221,7 @@ class SubclassGather(GatherExtension):
     def components_of(self, sharded: "ShardedParameter") -> Components:
         """Return the components that `fsdp_pre_all_gather` makes of this rank's shard.
 
-        Raises:
-            RuntimeError: the hook returned no plain tensors, or, of rows that ranks do not divide, unpadded ones.
+        Raises RuntimeError if they are not plain tensors, or not padded although the ranks do not divide the rows.
         """
         args: tuple[Any, ...] = (self.mesh,)
         if self.takes_sizes:

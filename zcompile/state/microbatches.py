@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 class Deferred(enum.Enum):
-    """The part of each reduce that `accumulate` defers to the end of its `with` block. The runtime gets the values."""
+    """The part of each reduce that `accumulate` defers to the end of its `with` block. Values: names in the runtime."""
 
     NOTHING = ""
     REPLICAS = "replicas"  # the all-reduce over replicas, with accumulate(reduce="shards")

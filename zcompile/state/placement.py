@@ -313,7 +313,7 @@ def check_placement(name: str, parameter: nn.Parameter, placement: Placement, me
             f"{where} is a DTensor over {inner.mesh_dim_names}. Pass zcompile.shard a mesh of the same root that has "
             "named dimensions, such as mesh=world_mesh['dp']."
         )
-    # Compares ranks and not root meshes: of equal meshes, torch gives a DTensor the one that was made first.
+    # Compares the ranks of root meshes, because torch may give a DTensor an equal mesh that was made earlier.
     if mesh._flatten_rank_map != inner._flatten_rank_map:
         return RuntimeError(
             f"{where} is a DTensor over {inner.mesh_dim_names}, a slice of a mesh with other ranks than that of "

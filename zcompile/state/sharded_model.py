@@ -115,10 +115,10 @@ class ShardedModel:
         self.call_outermost: Any = None  # runs a module's call that no other forward contains; see units/blocks.py
         self.units: ShardedModel | None = None  # if the model has units, the ShardedModel of their parameters
         self.others: list[ShardedModel] = []  # in the first domain's ShardedModel: those of the other domains, in order
-        self.agreement: Agreement | None = None  # `program_check`, if ranks with different programs would hang
+        self.agreement: Agreement | None = None  # `program_check`; None if ranks with different programs raise anyway
 
     def local_shard(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this rank's shard of `part`; if `over_hosts`, the host's piece of this shard."""
+        """Return this rank's shard of `part`. With `states="global"`, that is this host's piece of the host shard."""
         shard = local_shard(part, dim, self.groups.world, self.groups.rank)
         return local_shard(shard, dim, self.mesh.size(0), self.mesh.get_local_rank(0)) if self.over_hosts else shard
 

@@ -48,7 +48,7 @@ class ShardedParameter:
     factor_version: int = 0  # version counter of this factor; -1 while autograd adds zeros to it
     unreduced: torch.Tensor | None = None  # this rank's sum of gradients
     earlier_grad: torch.Tensor | None = None  # `.grad` before the first deferred gradient
-    on_grad: "Callable[[ShardedParameter], None] | None" = None  # called when `.grad` is set outside of `accumulate`
+    on_grad: "Callable[[ShardedParameter], None] | None" = None  # outside of `accumulate`, called after `.grad` is set
     accumulation: Any = None  # the autograd node that adds to `.grad`, with hooks while gradients are deferred
     methods: ClassVar[tuple[str, ...]] = "requires_grad_", "full_tensor"  # replaced on the DTensor
     zeros_if_unused: ClassVar[bool] = False  # whether its gradient is zeros, and not None, if no rank used it
@@ -207,7 +207,7 @@ class ShardedParameter:
             run_post_accumulate_hooks(self.name, parameter)
         if self.on_grad is not None and not accumulates:
             self.on_grad(self)
-        if accumulates and not hooks:  # hooks must see the gradient of each backward alone
+        if accumulates and not hooks:  # hooks must see the gradient of each backward, not a sum
             self.let_reduce_add_to(dtensor_grad._local_tensor, parameter)
 
     def sharded_grad(self) -> Any:

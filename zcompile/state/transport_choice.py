@@ -107,7 +107,7 @@ def _faster(mesh: DeviceMesh, make_runtime: Callable[[], _C.Model]) -> Choice:
         times = all_gather_object(group, times)[0]
     if failed := next(filter(None, all_gather_over_mesh(mesh, failure)), ""):
         if dist.get_rank() == 0:
-            log.warning("zcompile: the transport is NCCL, whose kernels slow compute, because %s", failed)
+            log.warning("zcompile: %s. So the transport is NCCL, whose kernels take SMs from compute.", failed)
         return Choice("nccl", failed)
     if measured and group.rank() == 0:
         _write_cache(key, times)

@@ -40,7 +40,7 @@ class Deferral:
         """After the block, do the deferred reduces. A collective call."""
 
     def drop(self) -> None:
-        """After an exception in the block, restore earlier gradients. No collective, as other ranks may not raise."""
+        """After an exception in the block, restore earlier gradients. No collective: perhaps only this rank raised."""
 
 
 class DeferredReplicas(Deferral):

@@ -181,7 +181,7 @@ class StepMode(TorchDispatchMode):
         super().__init__()
         self.reference = weakref.ref(state)  # an optimizer must not hold a model
         self.offload = offload
-        self.refreshes_cache = False  # whether the transport's kernel has written its copies in some step
+        self.refreshes_cache = False  # whether some step wrote the transport's copies of shards
         self.in_backward = False  # whether a step in backward runs, which must not write the transport's copies
 
     @property
@@ -244,7 +244,7 @@ class StepMode(TorchDispatchMode):
     ) -> None:
         """Update this rank's shards by the transport's kernel if it supports the step, else by torch's kernel.
 
-        `items`, `done`, `tensors`: see `Step` in offload.py. Local tensors, because ops on DTensors take far longer.
+        `items`, `done`, `tensors`: see `Step` in offload.py. Tensors are local: ops on DTensors take more host time.
         """
         state, settings = self.state, {name: kwargs[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
         assert state is not None

@@ -60,7 +60,7 @@ def narrow_dtype(parameter: torch.Tensor) -> torch.dtype | None:
 
 
 def _gathered_in(sharded: ShardedParameter) -> set[torch.dtype]:
-    """Return the dtypes in which a parameter is gathered; without `param_dtype`, those of all gathers so far."""
+    """Return the dtypes in which a parameter is gathered: `param_dtype`; if there is none, those of gathers so far."""
     dtype = sharded.layout.dtype
     return {dtype} if dtype is not None else sharded.state.runtime.gathered_in(sharded.index)
 

@@ -36,7 +36,7 @@ from zcompile.units.forward import UnitCall, call_inside, records_graph
 from zcompile.units.order import GATHER, EventList, UnitOrder, in_backward
 from zcompile.units.unit import Unit
 
-MIN_BLOCK_BYTES = 1 << 20  # parameters of a smaller module join the root block, as their own transfer would be latency
+MIN_BLOCK_BYTES = 1 << 20  # a module with fewer bytes of parameters is no block: its transfer would be mostly latency
 
 
 def make_blocks(state: ShardedModel, model: nn.Module) -> list[Unit]:
@@ -217,7 +217,7 @@ def _end(unit: Unit, begun: _BlockCall | None, result: Any) -> Any:
 
 @torch.compiler.disable
 def _leave(unit: Unit, begun: _BlockCall | None) -> None:
-    """Reshard the block after a forward, also if it raised; `end_reads` reshards a block that `read` has opened."""
+    """Reshard the block after a forward, also one that raised. If `read` has opened the block, `end_reads` does so."""
     unit.in_forward, unit.call = False, None
     if unit in unit.order.read_units:
         return

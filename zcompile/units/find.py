@@ -1,8 +1,8 @@
 """Find the units of a model: modules whose parameters are all-gathered together at their call; see units/unit.py.
 
-By default, units are modules whose forward loops over experts (if rows of all their parameters are sharded over the
-model's mesh), because each rank reads only the experts to which its tokens are routed. A module that computes all
-experts by one grouped matmul is not a unit: all ranks read the same parameters, so a graph gathers each at its read.
+By default, units are modules whose forward loops over experts, because each rank reads only the experts to which its
+tokens are routed. Their parameters must be sharded by rows over the model's mesh. A module that computes all experts by
+one grouped matmul is not a unit: all ranks read the same parameters, so a graph gathers each at its read.
 """
 
 import ast

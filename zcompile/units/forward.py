@@ -79,8 +79,8 @@ class UnitCall:
         Autograd runs ready nodes in the reverse order of forward, so all nodes of the unit have run by then.
         """
         for each in tensors_in(given):
-            self.given[id(each)] = each._version  # an id is unique while forward runs: its caller holds the tensor
-            if each.requires_grad and not each.is_leaf:  # a leaf would keep the hook for all later backwards
+            self.given[id(each)] = each._version  # no id is reused during forward, because its caller holds the tensors
+            if each.requires_grad and not each.is_leaf:  # an autograd leaf would keep the hook for later backwards
                 # Weak, because users may keep the tensor.
                 each.register_hook(hook_calling(weakref.WeakMethod(self.end_backward)))
 
@@ -99,8 +99,7 @@ def hook_calling(method: Callable[[], Callable[[], None] | None]) -> Callable[[t
 class _Entry(torch.autograd.Function):
     """The first autograd node of a unit's forward. Its backward runs after those of all other nodes of the unit.
 
-    Why: it is ready after the backward of `_Exit`. But of all ready nodes, autograd first runs those that forward made
-    last.
+    Why: it is ready after the backward of `_Exit`, but autograd first runs ready nodes that forward made later.
     """
 
     @staticmethod
@@ -143,7 +142,7 @@ def _connect(call: UnitCall, entry: torch.Tensor, result: Any, given: Any) -> An
     # Return an argument as it is, and not through `_Exit`: autograd must see if the caller changes it in place.
     known = {id(_base_of(value)) for value in tensors_in(given)}
     places = [i for i, value in enumerate(values) if _is_differentiable(value) and id(_base_of(value)) not in known]
-    # Other results must not get a grad_fn: a buffer to which they are added would hold the graphs of all steps.
+    # Results without gradient get no grad_fn: a buffer to which they are added would keep the graphs of all steps.
     needed = [i for i in places if values[i].requires_grad]
     if not needed and call.unit.trains():  # other ranks may use a parameter, so this rank must reduce, too
         needed = places[:1]

@@ -175,7 +175,7 @@ class UnitOrder:
                 self.begin_backward()
 
         for tensor in tensors_in(result):
-            if tensor.requires_grad and not tensor.is_leaf:  # a leaf would keep the hook for all later backwards
+            if tensor.requires_grad and not tensor.is_leaf:  # an autograd leaf would keep the hook for later backwards
                 tensor.register_hook(begin_backward)
 
     @torch.compiler.disable
@@ -429,7 +429,7 @@ class UnitOrder:
                 break
         else:
             return
-        # A frozen unit has no reduce now, but may train later.
+        # A frozen unit has no reduce now. Add one, because the unit may train later.
         trains = {i for kind, i in backward if kind == REDUCE}
         backward = [
             each for event in backward for each in ([event] if event[1] in trains else [event, (REDUCE, event[1])])

@@ -50,7 +50,7 @@ class Reduction:
     def deliver_used(self) -> bool:
         """Add gradients to `.grad` of parameters that this rank used. Return whether any are left for `deliver_rest`.
 
-        If one has users' hooks, all are left: hooks may issue collectives, which all ranks need in the same order.
+        If any has users' hooks, all are left: hooks may issue collectives, which all ranks need in the same order.
         """
         has_hooks = any(self.unit.sharded[i].has_hooks for i in self.trained)
         self.rest = [k for k, used in enumerate(self.used) if has_hooks or not used]
