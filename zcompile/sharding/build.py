@@ -116,7 +116,7 @@ def _shard_parameter(
     sharded.add_owner(*owner, leaf)
     if kind is None:
         sharded.parameter.__dict__.update(parameter.__dict__)  # users' attributes, such as weight-decay flags
-    else:  # attributes of a subclass belong to it
+    else:  # a tensor subclass keeps its attributes itself
         sharded.extension = SubclassGather(state.mesh, policy, part_held_by(sharded.parameter))
     if in_int8:
         sharded.extension = Int8Gather(chunk)

@@ -399,7 +399,7 @@ def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> Non
     """
     sharded: ShardedParameter | None = self.__dict__.get(SHARDED + name)
     if sharded is None and (known := getattr(param, SHARDED, lambda: None)()) is not None:
-        raise RuntimeError(replaced_message(known.name))  # no property would gather it by this name
+        raise RuntimeError(replaced_message(known.name))  # no property would gather the parameter by this name
     if sharded is None or param is sharded.parameter:
         super(type(self), self).register_parameter(name, param)
         base, kind = vars(type(self))[RECIPE]

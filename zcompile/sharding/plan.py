@@ -55,7 +55,7 @@ class ShardPlan:
     in_int8: frozenset[int]  # ids of the parameters that are gathered in int8
     casts: dict[nn.Module, Casts]  # module -> dtypes to which it casts its inputs and outputs; see precision.py
     divisor: float  # the number by which sums of gradients over ranks are divided
-    options_text: str  # an artifact (compiled code in a file) is used only if it was made with equal options
+    options_text: str  # an artifact (compiled code in a file) is used only if its text is equal
     description: tuple[str, ...]  # lines that must be equal on all ranks
 
 

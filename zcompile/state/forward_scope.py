@@ -99,7 +99,7 @@ def is_planned_call(module: Any) -> bool:
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
     backend = getattr(backend, "compiler_fn", backend)  # torch wraps backends that are not Inductor
-    return hasattr(getattr(backend, "func", backend), PLANS)  # it may be a functools.partial
+    return hasattr(getattr(backend, "func", backend), PLANS)  # `backend` may be a functools.partial
 
 
 @never_compiled_alone

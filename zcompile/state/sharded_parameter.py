@@ -305,7 +305,7 @@ class ShardedParameter:
     def let_reduce_begin_anew(self) -> None:
         """Undo `let_reduce_add_to`: the next reduce begins with zero."""
         if self.state.microbatches.accumulates:
-            self.state.runtime.accumulate_onto(self.index, torch.empty(0))  # the runtime ignores it once it is freed
+            self.state.runtime.accumulate_onto(self.index, torch.empty(0))  # freed at once, so the runtime ignores it
 
     def add_grad(self, accumulated: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
         """Return the sum of `accumulated`, the gradient of earlier microbatches, and `grad`, the result of a reduce.

@@ -263,7 +263,7 @@ class Offload:
         memory = dict(zip(missing, allocated[len(movable) :], strict=True))
         for parameter, group in stepped:
             state = states[parameter]
-            if not state:  # as torch makes it, on the device
+            if not state:  # make the rest of the state as torch does, on the device
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 if group["amsgrad"]:
                     state["max_exp_avg_sq"] = torch.zeros_like(parameter)

@@ -221,7 +221,7 @@ def _leave(unit: Unit, begun: _BlockCall | None) -> None:
     unit.in_forward, unit.call = False, None
     if unit in unit.order.read_units:
         return
-    if begun is None or not in_backward():  # else a checkpoint recomputed this forward for a backward that runs now
+    if begun is None or not in_backward():  # if not, a checkpoint recomputed this forward for the running backward
         keep = torch._C._are_functorch_transforms_active()
         keep |= begun is not None and (unit.is_root or not begun.has_result)
         unit.close(keep)

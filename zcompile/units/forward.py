@@ -198,7 +198,7 @@ def _leave(module: Any, call: UnitCall | None) -> None:
     """Reshard the unit after its forward, also if it raised."""
     unit: Unit = module.__dict__[UNIT]
     unit.in_forward, unit.call = False, None
-    if call is None or not in_backward():  # else a checkpoint recomputed this forward for a backward that runs now
+    if call is None or not in_backward():  # if not, a checkpoint recomputed this forward for the running backward
         unit.close(keep=torch._C._are_functorch_transforms_active() or (call is not None and not call.has_result))
 
 
@@ -206,7 +206,7 @@ def _leave(module: Any, call: UnitCall | None) -> None:
 def call_unit(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
     """Gather the unit `module`, run its forward, `call(module, *args, **kwargs)`, and reshard it."""
     unit: Unit = module.__dict__[UNIT]
-    if unit.in_forward:  # it calls itself
+    if unit.in_forward:  # the unit calls itself
         return call(module, *args, **kwargs)
     if unit.has_given_parameters():
         return call_eagerly(call, (module, *args), kwargs)

@@ -155,7 +155,7 @@ class UnitOrder:
         self.drop_ahead(self.forward)
         self.in_root = True
         for unit in self.units:
-            unit.close()  # still open after a forward without a backward, or after create_graph=True
+            unit.close()  # units are still open after a forward without backward, or create_graph=True
         self.forward.at, self.forward.done = 0, []
 
     @torch.compiler.disable

@@ -86,7 +86,7 @@ class Generation:
                 result = generate()
         except Exception:
             self.keep_recording()
-            if not self.is_over:  # this rank's error matters more than one about the others
+            if not self.is_over:  # raise this rank's error, not one about the other ranks
                 with contextlib.suppress(RuntimeError):
                     self.meet(_FAILED)
             raise
