@@ -41,7 +41,7 @@ from zcompile.state.sharded_model import ShardedModel, models_of
 from zcompile.state.sharded_parameter import ShardedParameter, as_parameter, model_of
 from zcompile.state.user_hooks import hooks_for_others, saves_by_hooks
 
-LEAST_BUDGET = 1e-6  # with 0.0, torch's partitioner saves only inputs of the graph, and ignores tags
+LEAST_BUDGET = 1e-6  # at 0.0, torch's partitioner ignores tags such as MUST_SAVE, and saves only inputs of the graph
 
 
 def parse_options(options: Mapping[str, Any] | None) -> Settings:
@@ -98,10 +98,7 @@ setattr(compile_graph, PLANS, True)
 
 
 def _tell_models_apart(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Give the domains (parameters over one mesh) of different models in a graph different numbers.
-
-    Passes put parameters of one domain into one bucket, but a bucket cannot hold parameters of two models.
-    """
+    """Renumber domains, so that no two models in a graph share one: a bucket may not hold parameters of two models."""
     numbers: dict[ShardedModel, int] = {}
     for model in _models(example_inputs):
         first = next((other for other in numbers if model in other.others), model)
@@ -114,12 +111,12 @@ def _tell_models_apart(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
 
 
 def _agreement_of(model: ShardedModel, settings: Settings) -> Agreement | None:
-    """Return the `Agreement` by which ranks compare programs before a first run. With p2p, None: no check is needed."""
+    """Return the `Agreement` by which ranks compare programs; None with p2p, by which unequal programs do not hang."""
     return model.program_check if link_of(model, settings).wire.transport != "p2p" else None
 
 
 def _stop_others(example_inputs: Sequence[Any], settings: Settings, error: Exception) -> None:
-    """Make other ranks raise: they would wait in vain to compare the graph that this rank failed to compile."""
+    """Make other ranks raise `error`; otherwise they would wait for the graph that this rank failed to compile."""
     for model in _models(example_inputs):
         if (agreement := _agreement_of(model, settings)) is not None:
             agreement.stop(f"could not compile a graph: {type(error).__name__}: {error}")
@@ -128,7 +125,7 @@ def _stop_others(example_inputs: Sequence[Any], settings: Settings, error: Excep
 def _agreeing(
     example_inputs: Sequence[Any], settings: Settings, program: Callable[[Sequence[Any]], list[Line]]
 ) -> Agree | None:
-    """Return a function that returns the largest number passed by any rank; None if ranks may run different plans."""
+    """Return a function that returns the largest number that a rank passes; None with p2p: plans may then differ."""
     agreement = next((_agreement_of(model, settings) for model in _models(example_inputs)), None)
     if agreement is None:
         return None
@@ -180,7 +177,7 @@ def compile_aot_eager(
 ) -> Callable[..., Any]:
     """Run the passes of `plan` on one Dynamo graph, and return a callable that runs it op by op, without Inductor.
 
-    `look` is called with each split graph and its plan before the schedule passes.
+    `look` is called with each forward or backward graph and its plan, before the schedule passes run on the graph.
     """
     joint_passes, schedule_passes = pipeline.joint_passes(plan), pipeline.schedule_passes(plan)
     chosen = plan
@@ -246,7 +243,7 @@ def _passing_for_parameters(gm: GraphModule, compiled: Callable[..., Any]) -> Ca
 
 
 def _refusing_split_backwards(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap code of a model on one rank, so that a split backward raises. On several ranks, reduces raise."""
+    """Wrap code of a model on one rank to raise in a split backward. On several ranks, the op `reduce` raises."""
 
     def run(*args: Any) -> Any:
         values = compiled(*args)
@@ -311,9 +308,9 @@ def limited(settings: Settings, plan: Plan, example_inputs: Sequence[Any]) -> Pl
 
 
 def _kept_bytes(sharded: ShardedParameter, count: int) -> int:
-    """Return the bytes of a shard of `count` elements, Adam's moments and accumulated gradient on this rank.
+    """Return this rank's bytes of a parameter between graphs, for a shard of `count` elements.
 
-    The gradient counts only if microbatches accumulate it. Predicted peaks contain the gradient that a graph computes.
+    They are the shard, Adam's moments and, if microbatches accumulate it, the gradient.
     """
     state, itemsize = sharded.state, sharded.leaf.itemsize
     own = -(-count // state.mesh.size(0)) if state.over_hosts else count
@@ -330,13 +327,13 @@ def _kept_bytes(sharded: ShardedParameter, count: int) -> int:
 
 
 def link_of(model: ShardedModel, settings: Settings) -> Link:
-    """Return the rates of compute and transfers from which plans of `model` are made, equal on all its ranks."""
+    """Return the rates of compute and transfers from which passes plan for `model`; they are equal on all its ranks."""
     transport = model.transport.transport if settings.transport == "auto" else settings.transport
     return model.machine.hardware.over(transport, model.runtime.world)
 
 
 def prepare(model: ShardedModel, settings: Settings) -> None:
-    """Prepare a model to run code compiled under `settings`. All ranks call this, with equal settings."""
+    """Apply transport, microbatch cache and CUDA graphs of `settings` to a model. All ranks call this together."""
     if settings.transport != "auto":
         model.use_transport(settings.transport)
     model.limit_microbatch_cache(settings.microbatch_cache_bytes)
@@ -347,7 +344,7 @@ def prepare(model: ShardedModel, settings: Settings) -> None:
 def _prepare_for_graphs(model: ShardedModel) -> None:
     """Prepare a model's transfers for capture in CUDA graphs. Raises ValueError if they use NCCL's collectives."""
     has_collectives = model.runtime.world > 1 and "p2p" not in model.runtime.stats()["transport"]
-    # In other domains, code runs uncaptured, and stats(model) says why.
+    # Code that uses NCCL in another domain, such as that of experts, runs uncaptured, and stats(model) says why.
     if model.mesh.device_type == "cuda" and has_collectives and model.domain == 0:
         raise ValueError(
             "zcompile: CUDA graphs (option 'cuda_graphs', modes 'reduce-overhead' and 'max-autotune') cannot hold the "
@@ -362,10 +359,9 @@ def _prepare_for_graphs(model: ShardedModel) -> None:
 def _on_first_run(
     compiled: Callable[..., Any], settings: Settings, program: Callable[[Sequence[Any]], list[Line]]
 ) -> Callable[..., Any]:
-    """Wrap `compiled`, so that its first run with each model prepares the model.
+    """Wrap `compiled`: its first run with each model prepares the model, and compares `program` with other ranks.
 
-    Dynamo lets all models of a class share `compiled` if their options are equal. So `compiled` may run with another
-    model than the one for which it was compiled. Ranks compare the lines of `program` for a call's inputs.
+    Models of one class with equal options share `compiled`, because Dynamo compiles their code once.
     """
     prepared: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
     position: int | None = None  # of an input that is a leaf
@@ -390,9 +386,9 @@ def _on_first_run(
 
 
 class _Read(NamedTuple):
-    """A gather (all-gather of a parameter) in a Dynamo graph, or a collective that the model calls itself."""
+    """A gather in a Dynamo graph, or a collective that the model calls itself."""
 
-    position: int | None  # index of the graph input that is gathered; -1 if it is no input, None for a collective
+    position: int | None  # index of the graph input that is gathered, -1 if it is no input; None for a collective
     what: str  # the dtype of the gather, or the name of the collective (without sizes, which may differ between ranks)
     place: str  # the line of the model's code that reads the parameter or calls the collective
 
@@ -415,7 +411,7 @@ def _reads(gm: GraphModule) -> list[_Read]:
 
 
 def _without_folder(line: str) -> str:
-    """Shorten the file in a stack trace's line to its path below `sys.path`, because folders differ between hosts."""
+    """Shorten the path in a line of a stack trace to the part below `sys.path`: folders differ between hosts."""
     quoted = line.strip().split('"')
     if len(quoted) < 3:
         return line.strip()
@@ -425,7 +421,7 @@ def _without_folder(line: str) -> str:
 
 
 def _program(reads: Sequence[_Read], plan: Plan, settings: Settings, args: Sequence[Any]) -> list[Line]:
-    """Return a line for each fact that must be equal on all ranks: it decides the order or buckets of transfers."""
+    """Return the lines that ranks compare: all that decides the order and the buckets of transfers."""
     known = {id(sharded.leaf): sharded for model in _models(args) for sharded in model.in_modules()}
 
     def line(read: _Read) -> Line:

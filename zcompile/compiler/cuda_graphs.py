@@ -1,15 +1,12 @@
-"""CUDA graphs: captures compiled code with its transfers, and replays it by one launch.
-
-The time of a step of small kernels is limited by launches. A captured forward or backward takes one launch.
+"""CUDA graphs: captures compiled code with its transfers, and replays a forward or a backward by one launch.
 
 [Note: a replay repeats the host's part]
-A CUDA graph has kernels, copies and signals between GPUs. But an all-gather or a reduce-scatter also has
-effects on the host: it counts signals, and updates the order of collectives, statistics, and the records for checks of
-lost writes and of changes between forward and backward. The capture records these effects, and each replay repeats them
-first (csrc/transport/host_effects.h). Copies of shards that peers read, if out of date, are updated before a replay,
-outside of the graph. A call with other effects on the host, as inside of `zcompile.accumulate`, runs uncaptured. So
-does code with NCCL collectives among several ranks, because NCCL cannot destroy a communicator while a graph with its
-collectives exists. `zcompile.stats(model)["cuda_graphs"]` counts uncaptured calls by reason.
+A CUDA graph has kernels, copies and signals between GPUs. But an all-gather or a reduce-scatter also does work on the
+host, such as counting signals and statistics. The capture records this work, and each replay first repeats it
+(csrc/transport/host_effects.h). Before a replay, outside of the graph, stale copies of shards that peers read are
+updated. Code runs uncaptured if its work on the host changes from call to call, as inside of `zcompile.accumulate`, or
+if it has NCCL collectives: NCCL cannot destroy a communicator while a graph with its collectives exists.
+`zcompile.stats(model)["cuda_graphs"]` counts uncaptured calls by reason.
 
 Memory: see [Note: results of replays] and [Note: inputs of a captured graph] in csrc/runtime/captured_graph.h.
 """
@@ -30,8 +27,8 @@ from zcompile import _C
 from zcompile.state.sharded_model import ShardedModel, models_of
 from zcompile.state.sharded_parameter import model_of
 
-WARM_UPS = 2  # calls before a capture: the first tunes kernels, the second shows which inputs keep their memory
-MOST_SHAPES = 8  # most graphs of one piece of code with the same parameters
+WARM_UPS = 2  # uncaptured calls: the first tunes kernels, the second shows which inputs keep their memory
+MOST_SHAPES = 8  # most graphs that are captured of one forward or backward with the same parameters
 
 Code = Callable[[list[Any]], Sequence[Any]]
 
@@ -56,7 +53,7 @@ class CudaGraph:
         """Capture the work that the `with` block issues, without running it."""
         graphs = _graphs_of(torch.cuda.current_device())
         if not graphs.alive:
-            graphs.memory = torch.cuda.graph_pool_handle()  # torch freed the old pool with its last graph
+            graphs.memory = torch.cuda.graph_pool_handle()  # torch freed the earlier pool with that pool's last graph
         graphs.alive.add(self.graph)
         torch.cuda.empty_cache()  # frees memory of earlier calls, which the pool cannot reuse
         graphs.stream.wait_stream(torch.cuda.current_stream())
@@ -67,15 +64,15 @@ class CudaGraph:
                 yield
             finally:
                 self.graph.capture_end()
-        # The capture's beginning wrote the state of random generators on its stream; a replay writes it on this one.
+        # capture_begin wrote the state of random generators on `graphs.stream`; a replay writes it on this stream.
         torch.cuda.current_stream().wait_stream(graphs.stream)
 
     @contextlib.contextmanager
     def after_last(self) -> Iterator[None]:
         """Run the `with` block on the stream of the device's last replay; the current stream then waits for it.
 
-        In the block, results of that replay that still exist are moved, before the next graph reuses their memory. The
-        readers of these results, and the memory to which they move, belong to that stream.
+        The block moves results of that replay out of the graphs' memory, so it must follow their readers, which ran on
+        that stream.
         """
         last, current = _graphs_of(torch.cuda.current_device()).last, torch.cuda.current_stream()
         if last is None or last == current:
@@ -133,10 +130,8 @@ class Pair:
     """State shared by the forward and the backward of one compiled graph: both are captured, or neither."""
 
     obstacle: str = ""  # why forward and backward cannot be captured; empty if they can
-    # Whether the last forward was a replay, so that its results are in the graphs' memory pool.
-    is_forward_captured: bool = False
-    # The largest number of forward graphs captured for one module. Backward captures no more than this.
-    graphs: int = 0
+    is_forward_captured: bool = False  # whether the last forward was a replay; else backward runs uncaptured
+    graphs: int = 0  # most forward graphs captured with one module's parameters; backward captures no more
 
 
 @dataclass
@@ -149,7 +144,7 @@ class _Captured:
 
 @dataclass
 class _Variant:
-    """One piece of code with the parameters of one module."""
+    """The graphs of one compiled forward or backward with the parameters of one module."""
 
     models: list[weakref.ref[ShardedModel]]
     calls: Counter[tuple[Any, ...]] = field(default_factory=Counter)  # uncaptured calls, by shapes of the inputs
@@ -169,9 +164,8 @@ class CapturedCode:
 
     Args:
         code: the compiled code. It takes a list of inputs, and empties it.
-        pair: state that forward and backward share.
         mutated: indices of the inputs to which `code` writes.
-        make_graph: returns an empty `Graph`. Tests without a GPU pass another function than the default.
+        make_graph: returns an empty `Graph`. Tests without a GPU pass a function of their own.
     """
 
     def __init__(
@@ -187,7 +181,7 @@ class CapturedCode:
         self.variants: dict[tuple[int, int], _Variant] = {}  # by address of the first shard and number of shards
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
-        """Return the results of `code`, and empty `inputs`, as `code` does."""
+        """Return the results of `code`, and empty `inputs`."""
         variant = self._variant(inputs)
         tensors = [value if isinstance(value, torch.Tensor) else None for value in inputs]
         others = [value for value in inputs if not isinstance(value, torch.Tensor)]

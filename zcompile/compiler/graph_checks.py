@@ -13,12 +13,12 @@ from zcompile.state.attributes import SHARDED
 
 Gathers = dict[int | None, Node]  # the memory of a gather's result (`_storage_of`) -> the gather
 
-# torch's higher-order ops that call functions conditionally or repeatedly.
+# torch's higher-order ops that may call a function never, once or often.
 CONTROL_FLOW_OPS = {"cond", "while_loop", "map", "map_impl", "scan", "associative_scan", "flex_attention"}
 
 
 def check_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Raise an error, with parameter and line, for a graph whose result would differ from the unsharded model's."""
+    """Raise RuntimeError, with parameter and line, if a graph uses a parameter in an unsupported way."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     known = {
         node.name: sharded
@@ -26,7 +26,7 @@ def check_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
         if (sharded := getattr(value, SHARDED, lambda: None)()) is not None
     }
     _refuse_components(gm, known)
-    names = {name: sharded.name for name, sharded in known.items()}  # subgraphs' inputs are not in it
+    names = {name: sharded.name for name, sharded in known.items()}
     for graph in _graphs_in(gm):
         gathers = {_storage_of(node.meta.get("example_value")): node for node in calls(graph, GATHER)}
         if gathers:
@@ -36,7 +36,7 @@ def check_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
 
 
 def _refuse_components(gm: GraphModule, known: dict[str, Any]) -> None:
-    """Raise if a graph gathers a parameter that only eager code can gather: a tensor subclass, or one in int8."""
+    """Raise if a graph gathers a parameter that only eager code can gather: a tensor subclass, or in int8."""
     for node in calls(gm.graph, GATHER):
         sharded = known.get(cast(Node, node.args[0]).name)
         if sharded is not None and sharded.extension is not None:
@@ -51,8 +51,8 @@ def _refuse_components(gm: GraphModule, known: dict[str, Any]) -> None:
 def _refuse_lost_writes(graph: Graph, gathers: Gathers, names: dict[str, str]) -> None:
     """Raise if forward writes to a gathered parameter, which is a copy, or makes an nn.Parameter of it.
 
-    Each node that has the copy's memory is checked, because a write through `weight.data` does not change the
-    `_version` (torch's counter of writes) of `weight`, but only that of the tensor that `.data` returns.
+    Each node over the copy's memory is checked, because a write through `weight.data` increases the `_version` (torch's
+    counter of writes) of the tensor that `.data` returns, and not that of `weight`.
     """
     for node in graph.nodes:
         makes_parameter = node.target is tracable_create_parameter
@@ -74,7 +74,7 @@ def _refuse_lost_writes(graph: Graph, gathers: Gathers, names: dict[str, str]) -
 
 
 def _refuse_reads_on_other_streams(graph: Graph, gathers: Gathers, names: dict[str, str]) -> None:
-    """Raise if forward enters a stream and reads a gathered parameter there, where nothing waits for the gather."""
+    """Raise if forward reads a gathered parameter on a stream that it enters, which does not wait for the gather."""
     for node in graph.nodes:
         if not node.meta.get("custom", {}).get("stream"):  # 0: the current stream
             continue
@@ -106,10 +106,7 @@ def _storage_of(tensor: Any) -> int | None:
 
 
 def _refuse_reads_in_branches(gm: GraphModule) -> None:
-    """Raise if a subgraph that ranks may run different numbers of times, such as a branch, reads a parameter.
-
-    Subgraphs that torch traces through, such as a checkpoint or a nested compile region, may read parameters.
-    """
+    """Raise if a function that one of CONTROL_FLOW_OPS calls reads a parameter: ranks may call it unequally often."""
     for node in gm.graph.nodes:
         name = getattr(node.target, "__name__", "")
         if not isinstance(node.target, torch._ops.HigherOrderOperator) or name not in CONTROL_FLOW_OPS:

@@ -1,4 +1,4 @@
-"""Compiles graphs with zcompile's passes and Inductor. Inductor's settings are set for each compile, never globally."""
+"""Compiles graphs with zcompile's passes and Inductor."""
 
 import contextlib
 import functools
@@ -46,7 +46,7 @@ Partition = Callable[..., tuple[GraphModule, GraphModule]]  # see `zcompile.comp
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for settings that Inductor does not have, or that make ranks compile different graphs."""
+    """Raise ValueError for an unknown Inductor setting, or one by which ranks would compile different graphs."""
     if strange := [name for name in config if not hasattr(inductor_config, name)]:
         raise ValueError(
             f"zcompile: option 'inductor' has {', '.join(map(repr, strange))}, which Inductor does not know; "
@@ -87,16 +87,16 @@ def compile_inductor(
         config: Inductor's settings for this graph, which override those of `mode` and of zcompile.
         mode: an Inductor mode, such as "max-autotune-no-cudagraphs".
         cuda_graphs: whether to capture forward and backward; see `zcompile.compiler.cuda_graphs`.
-        agrees: whether all ranks must call `partition`, so that none may take code from a cache instead.
+        agrees: whether `partition` waits for all ranks. Then no rank takes code from a cache, which skips `partition`.
     """
     patches = {
         **(list_mode_options(mode) if mode else {}),
         "joint_custom_pre_pass": _Passes(pipeline.joint_passes(plan), plan),
         "custom_partitioner_fn": _Partitioner(partition, plan),
         "post_grad_custom_post_pass": _Schedule(pipeline.schedule_passes(plan), plan),
-        "reorder_for_peak_memory": False,  # it would undo `prefetch`, because it does not consider transfers
-        "benchmark_harness": False,  # its code contains input sizes, and shard sizes differ between ranks
-        "shape_padding": False,  # it measures, so ranks would get different graphs and orders of collectives
+        "reorder_for_peak_memory": False,  # would undo `prefetch`: it does not consider transfers
+        "benchmark_harness": False,  # would write shard sizes, which differ between ranks, into the code
+        "shape_padding": False,  # times kernels, so ranks would get different graphs and orders of collectives
         **config,
         "triton.cudagraphs": False,  # Inductor's own graphs cannot capture our transfers
     }
@@ -109,7 +109,7 @@ def compile_inductor(
 
 
 def _captures(pair: Pair) -> Callable[..., Any]:
-    """Return Inductor's compile function, modified so that compiled code is captured in CUDA graphs when it runs."""
+    """Return Inductor's compile function with `CapturedCode` around the compiled code."""
 
     def inner_compile(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         if not pair.obstacle and (obstacle := _obstacle_to_capture(gm)):
@@ -139,7 +139,7 @@ def _obstacle_to_capture(gm: GraphModule) -> str:
 
 
 class _Passes(CustomGraphPass):
-    """Wraps some of zcompile's passes as one pass of Inductor."""
+    """Runs several of zcompile's passes as one pass of Inductor."""
 
     def __init__(self, passes: Sequence[pipeline.Pass], plan: Plan):
         self.passes = passes
@@ -154,7 +154,7 @@ class _Passes(CustomGraphPass):
 
 
 class _Schedule(_Passes):
-    """Inductor's last pass before it lowers a graph: runs the schedule passes, and sets lowerings of zcompile's ops."""
+    """Runs the schedule passes last before Inductor lowers a graph, and sets the lowerings of zcompile's ops."""
 
     def __call__(self, graph: Graph) -> None:
         super().__call__(graph)
@@ -163,7 +163,7 @@ class _Schedule(_Passes):
             for item in start.users:
                 item.target = _is_lowering(lower, item)  # else Inductor would infer its fake value again
         shards = _shards_of(graph)
-        if shards:  # no shards: a subgraph, such as a mask of flex attention, whose output may be a single value
+        if shards:  # a subgraph, such as a mask of flex attention, has none
             _leave_alone(graph, shards)
             _call_at_begin(graph, _assert_no_sizes, *shards)
         for node in calls(graph, *LOWERED):
@@ -189,7 +189,7 @@ class _Partitioner(CustomPartitionerFn):
         return f"{self.plan} {cache_key()}"
 
     def __getstate__(self) -> str:
-        """Return the plan and a hash of the source as text, which torch hashes into keys of its caches."""
+        """Return text that torch hashes into keys of its caches."""
         return self.uuid()
 
     def __deepcopy__(self, memo: Any) -> "_Partitioner":
@@ -203,7 +203,7 @@ def _shards_of(graph: Graph) -> list[Node]:
 
 
 def _call_at_begin(graph: Graph, lower: Callable[..., Any], *inputs: Node) -> None:
-    """Add a node: Inductor calls `lower(*inputs)`, which returns the first input, before it lowers any op."""
+    """Add a node by which Inductor calls `lower(*inputs)`, which returns the first input, before it lowers any op."""
     placeholders = graph.find_nodes(op="placeholder")
     with graph.inserting_after(placeholders[-1]):
         node = graph.call_function(lower, inputs)
@@ -225,9 +225,8 @@ def _leave_alone(graph: Graph, shards: Sequence[Node]) -> None:
 def _is_lowering(lower: Callable[..., Any], node: Node) -> Callable[..., Any]:
     """Return a function that calls `lower`, to be the target of `node` alone. Inductor takes it as the node's lowering.
 
-    After a pass, Inductor updates the nodes' fake values. Before torch 2.14, it skips nodes with such a target. Later
-    versions call the target's metadata function if an argument changed. This function returns the node's present value,
-    because a new value would have a new storage, and torch would then update the values of all later nodes, too.
+    After a pass, Inductor from torch 2.14 on asks the target's metadata function for the node's fake value. It gets the
+    present one: a new one has a new storage, for which Inductor would update the values of all later nodes, too.
     """
 
     @functools.wraps(lower)
@@ -241,7 +240,7 @@ def _is_lowering(lower: Callable[..., Any], node: Node) -> Callable[..., Any]:
 
 
 def _in_fx_order(lower: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `lower`, so that Inductor runs ops of all wrapped lowerings in graph order, not only by data flow."""
+    """Wrap `lower`: Inductor keeps ops of all wrapped lowerings in graph order, and may reorder others by data flow."""
 
     @functools.wraps(lower)
     def lowered(*args: Any, **kwargs: Any) -> Any:
@@ -261,14 +260,14 @@ def _in_fx_order(lower: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _lowering_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Return a lowering of `op`, one of zcompile's, to a call of the op."""
+    """Return a lowering of one of zcompile's ops to a call of the op."""
     fallback = fallback_handler(op, add_to_fallback_set=False)
 
     def lower(*args: Any) -> Any:
         graph: Any = V.graph
         before = len(graph.operations)
         result = fallback(*args)
-        for operation in graph.operations[before:]:  # the runtime checks both; asserts in Python take 2 us a parameter
+        for operation in graph.operations[before:]:  # the runtime asserts both; in Python, it takes 2 us a parameter
             operation.codegen_size_asserts = lambda wrapper: None
             operation.codegen_alignment_asserts = lambda wrapper: None
         return _freed_but_never_reused(result) if op in (GATHER_START, GATHER_CACHED_START) else result
@@ -278,16 +277,16 @@ def _lowering_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def _gathered_item(tensors: Any, i: int) -> Any:
-    """Lower `getitem` of the result of an op that gathers several parameters in one call."""
+    """Lower `getitem` of the result of a group's gather."""
     return _freed_but_never_reused(tensors[i])
 
 
 def _freed_but_never_reused(gathered: Any) -> Any:
     """Let Inductor free a gathered buffer after its last reader, and never reuse its memory for another result.
 
-    Why: the memory may belong to zcompile's runtime, and a custom op may read it on another stream, where
-    `record_stream` stops torch's allocator, but not Inductor, from reusing it. Inductor frees but never reuses a buffer
-    that aliases another. So we declare that the gathered buffer aliases itself.
+    Why: the memory may belong to zcompile's transport. Or a custom op reads it on another stream, and calls
+    `record_stream`, which stops torch's allocator from reusing the memory, but not Inductor. Inductor frees but never
+    reuses a buffer that aliases another. So we declare that the gathered buffer aliases itself.
     """
     output = gathered.data.data
     output.get_inputs_that_alias_output = lambda: [output.get_name()]
@@ -295,20 +294,14 @@ def _freed_but_never_reused(gathered: Any) -> Any:
 
 
 def _never_reuse(saved: Any) -> Any:
-    """Stop Inductor from reusing the memory of an unsharded parameter that forward saved for backward.
-
-    Why: the memory may belong to zcompile's transport, and a custom op may read it on another stream.
-    """
+    """Stop Inductor from reusing the memory of a parameter that forward saved; see `_freed_but_never_reused`."""
     graph: Any = V.graph
     graph.never_reuse_buffers.add(saved.get_name())
     return saved
 
 
 def _assert_no_sizes(*shards: Any) -> Any:
-    """Stop Inductor from writing assertions of shard sizes into the code.
-
-    Why: no other part of the code differs between ranks. Without the assertions, all ranks can run the same code.
-    """
+    """Stop Inductor from writing assertions of shard sizes, so that all ranks can run the same code."""
     graph: Any = V.graph
     names = {shard.get_name() for shard in shards}
     make_wrapper = graph.init_wrapper_code

@@ -4,13 +4,12 @@
 Most of a step's memory is activations that forward saves for backward. We list plans, each of which saves less than
 the one before, and take the first whose forward and backward stay within the limit. A *segment* is a layer, say, and a
 *cut* the few activations between two segments (zcompile/graph/segments.py). Each plan lets backward recompute one more
-segment from its cut, as activation checkpointing does; later plans save fewer cuts. torch's activation memory budgets
-come last, mainly for graphs without cuts: small ones can raise memory, as backward recomputes most nodes at once.
+segment from its cut, as activation checkpointing does; later plans save fewer cuts. The last plans have one of torch's
+activation memory budgets, mainly for graphs without cuts.
 
-The peak of a plan is known only after the joint graph is split into forward and backward, so splits are tried on
-copies. Gradients count as whole parameters divided by the number of ranks, so ranks with equal inputs choose the same
-plan. If inputs differ, all ranks take the plan that saves the least among their choices, and count as many segments as
-the rank with the fewest. So they gather in the same order, unless sizes change the places of cuts.
+To predict the peak of a plan, a copy of the joint graph is split into forward and backward. Ranks whose inputs have
+different sizes agree: each lists as many segments as the rank with the fewest, and all take the plan that saves the
+least among their choices. So they gather in the same order, unless sizes change the places of cuts.
 """
 
 import copy
@@ -49,7 +48,7 @@ from zcompile.passes.tag_recompute import recompute_segments, tag_recompute
 STRIDES = (2, 4, 8)  # a plan saves each n-th cut
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
 MOST_SEGMENTS = 100_000
-LEAST_SHARE = 0.05  # of the parameters. A graph that reads less, such as a norm, does not predict other graphs
+LEAST_SHARE = 0.05  # of the parameters. A graph that reads less, such as a norm, says nothing about other graphs
 MARGIN = 1.03  # predicted peaks are within 3 % of measured ones (docs/lab/measurements.md)
 
 
@@ -68,17 +67,17 @@ def within_limit(plan: Plan, joint: GraphModule, split: Split, agree: Agree | No
 
     Args:
         split: splits a joint graph under a plan; may change the graph.
-        agree: `agree(name, number)` returns the largest `number` that a rank passes with that name. None: ranks
-            choose on their own.
+        agree: `agree(name, number)` returns the largest `number` that a rank passes with that name. None: each rank
+            chooses alone.
 
     Raises:
-        OutOfLimit: no plan stays within the limit. The text has the limit, and the bytes of the plan that needs least.
+        OutOfLimit: no plan stays within the limit.
     """
     limit = plan.memory_limit
     if limit is None:
         return plan
     count = min(len(segments(joint.graph, _shards(joint.graph, limit))), MOST_SEGMENTS)
-    if agree:  # on the fewest segments, as the largest complement, so that all ranks have the same plans
+    if agree:  # on the fewest segments of a rank, so that all ranks list the same plans
         count = MOST_SEGMENTS - agree("segments that may be recomputed", MOST_SEGMENTS - count)
     plans = _candidates(plan, count)
     peaks: dict[int, int] = {}
@@ -87,7 +86,7 @@ def within_limit(plan: Plan, joint: GraphModule, split: Split, agree: Agree | No
         peaks[i] = peaks.get(i) or _peak_bytes(plans[i], joint, limit, split)
         return peaks[i] <= limit.nbytes
 
-    # Each recomputed segment lowers the peak, so bisect; fewer cuts or a smaller budget may not lower it.
+    # Each segment more lowers the peak, so bisect. Fewer cuts or smaller budgets may raise it, so try one by one.
     least = 0 if fits(0) else bisect_left(range(count + 1), True, lo=1, key=fits)
     if least > count:
         least = next(filter(fits, range(least, len(plans))), len(plans))
@@ -98,7 +97,7 @@ def within_limit(plan: Plan, joint: GraphModule, split: Split, agree: Agree | No
 
 
 def _candidates(plan: Plan, count: int) -> list[Plan]:
-    """Return plans that save less and less, `plan` first. For i <= `count`, plan i recomputes i segments."""
+    """Return plans that save less and less, `plan` first. Plan i, up to `count`, recomputes i segments."""
     less = replace(plan, save_for_backward_bytes=0)
     again = [replace(less, recomputed=(i + 1, 1)) for i in range(count)]
     fewer_cuts = [replace(less, recomputed=(count, stride)) for stride in STRIDES if stride < count]
@@ -108,7 +107,7 @@ def _candidates(plan: Plan, count: int) -> list[Plan]:
 
 
 def _tag(plan: Plan, graph: Graph) -> None:
-    """Tag the nodes of `graph` that backward recomputes under `plan`. Drop the tags that passes have set."""
+    """Tag the nodes of `graph` that backward recomputes under `plan`. Drop tags that `save_for_backward` has set."""
     (count, stride), budget = plan.recomputed, plan.activation_memory_budget
     if not count and budget == 1.0:
         return
