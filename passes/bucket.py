@@ -29,11 +29,9 @@ def bucket(graph: Graph, gather_bytes: int, reduce_bytes: int) -> None:
 
     Why: a small transfer takes little more than its latency, so one large transfer is faster than several small ones.
 
-    How: a transfer larger than the limit stays alone; smaller transfers after it may still join the group that began
-    before it. The limits bound the time that a group's first reader waits, and the bytes that are unsharded early or
-    kept as unreduced gradients. A group has parameters of one domain (one mesh), because each domain has its own
-    process groups. Groups depend only on the order of reads and on parameter sizes, so ranks with different batch sizes
-    form the same groups. Each tensor keeps a wait of its own.
+    How: a group has parameters of one domain and one dtype, in the order of their starts; each tensor keeps its own
+    wait. A transfer larger than its limit stays alone. The limits bound the bytes that are unsharded early, or kept as
+    unreduced gradients. Groups depend only on this order and on parameter sizes, so all ranks form the same groups.
 
     Two kinds of transfers stay alone: gathers that `regather` added, because a group could start them before the
     parameter is resharded, and reduces whose result another node of the graph reads, because a group's waits move.
@@ -49,7 +47,7 @@ def bucket(graph: Graph, gather_bytes: int, reduce_bytes: int) -> None:
 
 
 def _groups(starts: Iterable[Node], bucket_bytes: int) -> list[list[Node]]:
-    """Group `starts`, nodes that begin transfers, by mesh and dtype. A group has at most `bucket_bytes`."""
+    """Group `starts` by domain and dtype. A group has at most `bucket_bytes`."""
     groups: list[list[Node]] = []
     # (domain, dtype) -> (the group that the next start may join, the bytes in it)
     open_groups: dict[tuple[int, torch.dtype], tuple[list[Node], int]] = {}

@@ -22,10 +22,10 @@ def cache_across_microbatches(graph: Graph) -> None:
     need not be gathered again.
 
     How: a gather is rewritten if all readers of its result are matmuls, norms, embeddings or pointwise nodes. Other
-    nodes might write to the result. Or they might read it on another stream, where `record_stream` cannot protect
-    memory that the transport owns. A gather whose result the graph returns is rewritten only if `save_for_backward`
-    saved it, because then only backward reads it. Groups are not rewritten, because their parameters are small. At run
-    time, results are cached in the order in which their gathers end, until `microbatch_cache_bytes` is used up.
+    nodes might write to the result, or read it on another stream, and `record_stream` does not protect memory that the
+    transport owns. A gather whose result the graph returns is rewritten only if `save_for_backward` saved it: then only
+    backward reads it. At run time, results are cached in the order in which their gathers end, up to
+    `microbatch_cache_bytes`.
     """
     for start in calls(graph, GATHER_START):
         wait = waits_of(start)[0]
@@ -35,6 +35,6 @@ def cache_across_microbatches(graph: Graph) -> None:
 
 def _only_reads(link: Node, reader: Node) -> bool:
     """Whether `reader` neither writes to the memory of `link` nor reads it on another stream."""
-    if reader.op == "output":  # `link` must be saved for backward, and not also be a result that the user gets
+    if reader.op == "output":  # true if `link` is only saved for backward, and no result that the user gets
         return link.meta.get(SAVED_FOR_BACKWARD, False) and nodes_in(reader.args).count(link) == 1
     return only_reads(reader)

@@ -23,8 +23,7 @@ def cross_collectives(graph: Graph, gather_budget_bytes: int) -> None:
     which depend on a rank's batch, but all ranks must start collectives and gathers in the same order, or they hang.
 
     How: moves depend only on parameter sizes and the order of the graph, which are the same on all ranks. A gather
-    crosses at most one collective. All gathers that cross one collective have together at most a quarter of
-    `gather_budget_bytes`.
+    crosses at most one collective. The gathers that cross a collective have at most a quarter of `gather_budget_bytes`.
     """
     starts = calls(graph, GATHER_START, GATHER_GROUP_START)
     before = _collective_before(graph)
@@ -37,7 +36,7 @@ def cross_collectives(graph: Graph, gather_budget_bytes: int) -> None:
         collective = before.get(start)
         if collective is None or position[collective] < regathered_from.get(start, 0):
             continue
-        crossed_bytes[collective] += transfer_bytes(start)  # also if it stays, so that no later start overtakes it
+        crossed_bytes[collective] += transfer_bytes(start)  # also if `start` stays: then no later start overtakes it
         if crossed_bytes[collective] > gather_budget_bytes // 4:
             continue
         items = started_tensors(start) if start.target is GATHER_GROUP_START else []

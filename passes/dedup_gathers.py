@@ -8,8 +8,7 @@ from zcompile.graph.ops import GATHER, args_of, calls, replace_and_erase
 def dedup_gathers(graph: Graph) -> None:
     """Let every read of a parameter use its first gather.
 
-    Why: a model may read one parameter in several places, and each read is traced as a gather of its own. A later pass,
-    `regather`, decides how long the unsharded parameter stays in memory.
+    Why: a model may read one parameter in several places, and each read is traced as a gather of its own.
 
     How: two gathers are the same if they have the same shard, shape and dtype.
     """

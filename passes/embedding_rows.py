@@ -42,9 +42,8 @@ def embedding_rows(graph: Graph, link: Link, fused: bool = True) -> None:
 
     Args:
         link: its `wire.transport` is the transport.
-        fused: whether Inductor compiles the graph. Inductor decomposes `embedding_dense_backward` into ops that round
-            as `reduce_rows` does. Without Inductor, the op rounds differently, so it is not rewritten. With Inductor,
-            only a graph that was traced without its decompositions still contains the op, which is then rewritten.
+        fused: whether Inductor compiles the graph. If not, `embedding_dense_backward` stays, because it rounds
+            differently from `reduce_rows`, and results without Inductor must equal those of eager code.
     """
     if link.wire.transport == "p2p":
         for gather in calls(graph, GATHER):
@@ -54,7 +53,7 @@ def embedding_rows(graph: Graph, link: Link, fused: bool = True) -> None:
 
 
 def _gather_rows(graph: Graph, gather: Node) -> None:
-    if len(gather.users) != 1:  # another reader needs the whole matrix, which is then gathered once for both
+    if len(gather.users) != 1:  # another reader needs the whole matrix
         return
     (embedding,) = gather.users
     if embedding.target is not aten.embedding.default or embedding.args[0] is not gather:
@@ -62,7 +61,8 @@ def _gather_rows(graph: Graph, gather: Node) -> None:
     arguments = (*gather.args[:3], embedding.args[1], *domain_args(gather))
     rows = insert(graph, embedding, GATHER_ROWS, *arguments, like=embedding)
     rows.meta |= {key: embedding.meta[key] for key in ("recompute", "ac_graph_id") if key in embedding.meta}
-    rows.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)  # else sizes, which may differ between ranks, decide
+    # Else torch's partitioner decides by sizes, so ranks with different batches could decide differently.
+    rows.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
     replace_and_erase(graph, embedding, rows)
     graph.erase_node(gather)
 
@@ -126,7 +126,7 @@ def _added_rows(dense: Node, fused: bool) -> _AddedRows | None:
 
 
 def _indices_to_reduce(graph: Graph, before: Node, rows: _AddedRows) -> Node:
-    """Insert nodes that make negative indices count from the table's start, and set those to ignore (padding) to -1."""
+    """Insert nodes that turn negative indices into rows of the table, and indices to ignore (padding) into -1."""
     indices = rows.indices
     if rows.table_rows is not None:
         is_negative = insert(graph, before, aten.lt.Scalar, indices, 0, like=before)

@@ -29,14 +29,12 @@ def free(graph: Graph) -> None:
     wgrad the layer's input. This pass moves each wgrad, and all nodes that depend on it, after the last dgrad that
     reads the same gradient.
 
-    Why: dgrad is the last reader of the unsharded weight, which is then freed before wgrad runs. Also, Inductor runs
-    wgrad after dgrad whatever their order in the graph, because it fuses the recomputed input of wgrad with nodes after
-    dgrad. So a gather that the graph starts between wgrad and dgrad would start later than planned.
+    Why: dgrad is the last reader of the unsharded weight, which is then freed before wgrad runs.
 
     How: a wgrad is a matmul on which no reader of an unsharded parameter depends. If the results of several dgrads are
-    summed (queries, keys, values), wgrads move after the last of these dgrads. A wgrad between two dgrads would need
-    another kernel, because its recomputed input could not be fused. The moves depend only on kinds of nodes and their
-    order, so they are the same on ranks with different batch sizes. No node moves past one that writes to an argument.
+    summed (queries, keys, values), wgrads move after the last of these dgrads, because a recomputed input of a wgrad
+    between them would need a kernel of its own. Moves depend only on kinds of nodes and their order, so they are the
+    same on all ranks. No node moves past one that writes to an argument.
     """
     if not calls(graph, *REDUCES):
         return
@@ -65,16 +63,14 @@ def free(graph: Graph) -> None:
 def _last_dgrads(dgrads: list[Node], gradients: set[Node]) -> dict[Node, Node]:
     """Map each gradient to the last dgrad that reads it, or to a later dgrad if the results of both are summed.
 
-    Args:
-        dgrads: in graph order. They include matmuls of forward that backward runs again, which read no gradient.
-        gradients: the nodes of backward, each of which computes a gradient.
+    `dgrads` are in graph order, with matmuls of forward that backward runs again. `gradients`: the nodes of backward.
     """
     last_dgrad: dict[Node, Node] = {}
     sum_of = functools.cache(_sum_of)
-    last: Node | None = None  # the last of the dgrads that are summed with `node`
+    last: Node | None = None  # of the dgrads that are summed with `node`, the last in the graph
     for node in reversed(dgrads):
         origins = {_origin(source) for source in node.all_input_nodes if source in gradients}
-        if not origins:  # a matmul of forward, run again. No wgrad waits for it: its arguments would stay alive
+        if not origins:  # a matmul of forward, run again. A wgrad that waited for it would keep its arguments alive
             last = None
             continue
         if last is None or sum_of(node) is not sum_of(last):

@@ -35,10 +35,7 @@ def narrow_gathers(graph: Graph) -> None:
 
 
 def narrowing_casts(gather: Node) -> list[Node]:
-    """Return the casts that read `gather` if every reader casts to the same narrower dtype; else an empty list.
-
-    Nodes that only move elements may stand between the gather and a cast: experts' weights are read as `index -> cast`.
-    """
+    """Return the casts that read `gather`, also through views and moves, if all cast to one narrower dtype; else []."""
     casts = [reader for _, reader in readers([gather, *views_and_moves(gather)])]
     if not all(is_narrowing(cast) for cast in casts) or len({value(cast).dtype for cast in casts}) != 1:
         return []

@@ -10,8 +10,8 @@ def narrow_reduces(graph: Graph) -> None:
 
     Why: a reduce sums in fp32 anyway, so an upcast before it only adds bytes to the transfer.
 
-    How: nodes between the upcast and the reduce may only move elements, or scatter them into zeros, because such nodes
-    commute with the cast. Each must have one reader, because its dtype changes.
+    How: the nodes between may also scatter elements into zeros, because such nodes commute with the cast. Each must
+    have one reader, because its dtype changes.
     """
     for reduce in calls(graph, REDUCE):
         links: list[Node] = []

@@ -1,7 +1,4 @@
-"""Lists the passes in the order in which they run, and runs them.
-
-The docstring of each pass says its effect, why, and how. CONTRIBUTING.md says how to add a pass.
-"""
+"""Lists the passes in the order in which they run, and runs them. CONTRIBUTING.md says how to add a pass."""
 
 import logging
 import time
@@ -45,7 +42,7 @@ def joint_passes(plan: Plan) -> tuple[Pass, ...]:
         narrow_gathers,  # fewer bytes are transferred and kept
         narrow_reduces,  # a reduce sums in fp32 anyway
         partial(embedding_rows, link=plan.link, fused=plan.fused),  # a batch reads few rows of a vocabulary
-        partial(tag_recompute, saves_readers=plan.activation_memory_budget == 1.0),  # else parameters would be saved
+        partial(tag_recompute, saves_readers=plan.activation_memory_budget == 1.0),  # backward gathers again
         # At its beginning, backward has no compute that could hide a gather.
         partial(save_for_backward, save_for_backward_bytes=plan.save_for_backward_bytes),
     )
@@ -54,8 +51,8 @@ def joint_passes(plan: Plan) -> tuple[Pass, ...]:
 def schedule_passes(plan: Plan) -> tuple[Pass, ...]:
     """Return the enabled passes on a forward or a backward graph, in order.
 
-    `bucket` limits a group of gathers to an eighth of `gather_budget_bytes`, for each dtype. `regather` uses half of
-    the budget, so the other half has room for groups and for gathers that `prefetch` starts early.
+    `regather` uses half of `gather_budget_bytes`. The other half has room for gathers that start early: by `prefetch`,
+    or in a group, which has at most an eighth of the budget.
     """
     budget_bytes = plan.gather_budget_bytes
     gather_bucket_bytes = min(plan.bucket_bytes, budget_bytes // 8)
@@ -66,14 +63,14 @@ def schedule_passes(plan: Plan) -> tuple[Pass, ...]:
         free,  # weight gradients do not delay the starts of gathers
         sink_gathers,  # parameters stay unsharded no longer than needed
         partial(regather, gather_budget_bytes=budget_bytes),  # unsharded parameters stay within the budget
-        narrow_gathers,  # a gather and its repetition have fewer readers each, so one may now be narrower
+        narrow_gathers,  # `regather` divided readers among gathers, of which one may now be narrower
         split_collectives,  # start and wait can move apart
         # Small transfers cost latency.
         partial(bucket, gather_bytes=gather_bucket_bytes, reduce_bytes=plan.bucket_bytes),
         partial(cross_collectives, gather_budget_bytes=budget_bytes),  # overlap that is the same on all ranks
         partial(prefetch, link=plan.link, gather_budget_bytes=budget_bytes, fused=plan.fused),  # gathers overlap
         partial(defer_reduce_waits, reduce_budget_bytes=plan.reduce_budget_bytes),  # reduces overlap
-        partial(warn_over_budget, gather_budget_bytes=budget_bytes),  # the user should report an excess
+        partial(warn_over_budget, gather_budget_bytes=budget_bytes),
         cache_across_microbatches,  # parameters do not change between microbatches
     )
 

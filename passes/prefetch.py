@@ -31,9 +31,9 @@ def prefetch(graph: Graph, link: Link, gather_budget_bytes: int, fused: bool = T
     Why: a gather that starts late makes compute wait, and a gather that starts early takes memory.
 
     How: one gather uses the link at a time, so each gather must also end before the next must begin. In backward,
-    gathers are taken to be slower, because reduces use the link too. Starts keep their order, and do not cross
-    collectives of the model itself (see `cross_collectives`). A gather starts later if unsharded parameters would
-    otherwise exceed `ParamLifetimes.bound_bytes`, or if its parameter is still unsharded.
+    gathers count as slower, because reduces use the link too. Starts keep their order, and do not cross collectives of
+    the model itself (see `cross_collectives`). A gather starts later if unsharded parameters would otherwise exceed
+    `ParamLifetimes.bound_bytes`, or if its parameter is still unsharded from an earlier gather.
 
     Args:
         link: estimated rates of compute and of transfers.
@@ -107,9 +107,8 @@ def _goals(
     waited_s = 0.0  # how long compute has waited for transfers so far
     wire_free_s = 0.0  # when the last transfer ends, in seconds of compute plus waiting
     for start, need in zip(starts, needs, strict=True):
-        queued_s = (
-            wire_free_s - waited_s - need.takes_s
-        )  # started earlier, it would take memory while it waits for the link
+        # Before this time, a start would only take memory while its transfer waits for the link.
+        queued_s = wire_free_s - waited_s - need.takes_s
         earliest_s = max(need.begins_s, queued_s) - EARLY_SHARE * need.takes_s - EARLY_S
         i = position[start]
         behind = fixed[bisect_right(fixed, i) - 1] + 1 if fixed and fixed[0] < i else 0

@@ -17,8 +17,8 @@ def regather(graph: Graph, gather_budget_bytes: int) -> None:
     is for gathers that `prefetch` starts early.
 
     How: if unsharded parameters take more than half of the budget, reshard the one whose next reader is farthest
-    (L. A. Belady, A study of replacement algorithms for a virtual-storage computer, 1966). The choice depends only on
-    the order of readers and on parameter bytes, so ranks with different batch sizes choose alike.
+    (L. A. Belady, 1966). The choice depends only on the order of readers and on parameter bytes, so all ranks choose
+    alike.
     """
     position = {node: i for i, node in enumerate(graph.nodes)}
     reads = {
@@ -73,7 +73,7 @@ def regather_points(reads: dict[Node, list[int]], capacity_bytes: int, last: int
 
 
 def _gather_again(graph: Graph, gather: Node, points: list[int], position: dict[Node, int]) -> None:
-    """Insert a copy of the gather and its chain before the reader at each of `points`, for this and later readers."""
+    """Insert a copy of the gather and its chain before the reader at each of `points`, for all readers from it on."""
     links = chain(gather)
     inside = set(links)
     copies: dict[tuple[int, Node], Node] = {}  # (number of the copy, link) -> the link's copy

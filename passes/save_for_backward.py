@@ -24,14 +24,13 @@ def save_for_backward(graph: Graph, save_for_backward_bytes: int | None) -> None
 
     Why: backward reads them first, when it has no earlier compute that could hide a gather.
 
-    How: every byte costs about the same to gather, and the parameter that is read last is saved for the shortest time.
-    So save parameters in the reverse order of their last reads in forward, as many as fit. The choice depends only on
+    How: save parameters in the reverse order of their last reads in forward, as many as fit. The choice depends only on
     this order and on parameter bytes, so all ranks choose alike.
 
-    If `save_for_backward_bytes` is a number, saved parameters are in memory that the transport owns, so that this
-    rank's piece needs no copy. The transport keeps this memory until after backward, at whose end a model's memory may
-    peak. By default, few parameters are saved, in torch's memory, and freed before gradients need as much, so the peak
-    is no higher. Parameters that a custom op reads are always in torch's memory, because the op may use another stream.
+    By default, saved parameters are in torch's memory, which is freed after their last readers in backward. If
+    `save_for_backward_bytes` is a number, they are in memory of the transport, so that this rank's piece needs no copy;
+    the transport keeps this memory until after backward, so peak memory may rise. Parameters that a custom op reads are
+    always in torch's memory, because the op may use another stream.
 
     Args:
         save_for_backward_bytes: most bytes of parameters to save. If None, a graph that computes the loss may save 9/8

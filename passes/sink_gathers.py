@@ -9,7 +9,7 @@ def sink_gathers(graph: Graph) -> None:
     """Place each gather, with the views and casts of its result, directly before the first node that computes with it.
 
     Why: an unsharded parameter should live no longer than it is used. AOTAutograd places gathers where the model first
-    touches the parameter. Later, `prefetch` moves the starts of gathers earlier, by the time that their transfers take.
+    touches the parameter.
 
     How: a gather and its views and casts are a chain (`chain` of graph/ops.py). Before each node outside of all chains,
     in order, place the nodes of chains that it needs, unless they are already placed.

@@ -23,9 +23,9 @@ def split_collectives(graph: Graph) -> None:
 
     Why: later passes move start and wait apart, so that transfers overlap with compute.
 
-    How: the existing node becomes the wait, so its readers keep their arguments. The start, directly before it, gets
-    the same fake value (`meta["val"]`): with a new one, Inductor would compute the fake values of all later nodes
-    again. A `reduce_wait` also takes the unreduced gradient, to keep its memory alive until the transfer ends.
+    How: the existing node becomes the wait, and the start is inserted before it with the same fake value
+    (`meta["val"]`): for a new one, Inductor would compute the fake values of all later nodes again. A `reduce_wait`
+    also takes the unreduced gradient, to keep its memory alive until the transfer ends.
     """
     for gather in calls(graph, GATHER):
         start = insert(graph, gather, GATHER_START, *gather.args, like=gather, fake=gather.meta["val"])

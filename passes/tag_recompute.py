@@ -29,7 +29,7 @@ from zcompile.graph.segments import Segment
 from zcompile.options import TRAINABLE
 
 TORCHS = ("aten", "prims", "inductor_prims")  # namespaces of ops whose schemas declare all their effects
-SAVED_READER = "zcompile_saved_reader"  # key in `meta` of a reader that `tag_recompute` tagged to be saved
+SAVED_READER = "zcompile_saved_reader"  # a key in `meta` of readers that `tag_recompute`, not the user, tagged
 LOOKUPS = {aten.index.Tensor, aten.index_select.default, aten.embedding.default, aten.take.default}
 
 
@@ -39,14 +39,14 @@ def tag_recompute(graph: Graph, saves_readers: bool = True) -> None:
     Why: otherwise, torch's partitioner would save views of a gathered parameter, which keep all of it unsharded.
 
     How: the tag is that of activation checkpointing, in `meta["recompute"]`. Nodes that dequantize a parameter get it
-    too, because the dequantized weight has more bytes than the gathered one. If backward does not read a parameter (a
-    bias, for example), its readers in forward are tagged to be saved. If one ran again, backward would gather a
-    parameter for a mere addition. And the partitioner would decide by activation sizes, so ranks with different batches
-    could gather different parameters in backward. Users' own tags of readers stay.
+    too, because the dequantized weight has more bytes than the gathered one. Forward's readers of a parameter that
+    backward does not read, such as a bias, are tagged to be saved. Without this tag, the partitioner would decide by
+    activation sizes whether backward runs the reader again and so gathers the bias, and ranks with different batches
+    could gather different parameters. Users' own tags of readers stay.
 
     Args:
-        saves_readers: whether to tag readers to be saved. If false, remove such tags of an earlier run: under
-            an activation memory budget, torch's partitioner decides by sizes which nodes run again.
+        saves_readers: whether to tag readers to be saved. If false, remove such tags of an earlier run, because an
+            activation memory budget lets torch's partitioner decide which nodes run again.
     """
     for node in graph.nodes if not saves_readers else ():
         if node.meta.pop(SAVED_READER, False):
@@ -72,8 +72,8 @@ def tag_recompute(graph: Graph, saves_readers: bool = True) -> None:
 def save_stateful(graph: Graph) -> bool:
     """Tag random nodes and custom ops to be saved for backward. Return whether the graph has such a node.
 
-    Why: under an activation memory budget, torch's partitioner may run such a node again in backward, where it would
-    draw other random numbers, or find its state changed. A node that activation checkpointing runs again keeps its tag,
+    Why: under an activation memory budget, torch's partitioner may run a node again in backward, where it would draw
+    other random numbers, or find its state changed. Nodes that activation checkpointing runs again keep their tags,
     because checkpointing restores the state of the random number generator.
     """
     again = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
@@ -100,11 +100,10 @@ def save_readers_of_written(graph: Graph) -> None:
 def recompute_segments(segments: Sequence[Segment], stride: int) -> None:
     """Tag the nodes of `segments` to run again in backward, and save every `stride`-th cut.
 
-    A segment is a part of forward, such as a decoder layer; a cut is the activations between two segments (see
-    graph/segments.py). Users' tags stay. Nodes that cannot safely run again are not tagged: random nodes; custom ops
-    and collectives, which may have effects or state; nodes that write to their arguments; nodes whose result has a
-    data-dependent size, because other nodes refer to it; and readers of inputs that forward writes to, because backward
-    would read the new value.
+    Segments and cuts are explained in graph/segments.py. Users' tags stay. Nodes that cannot safely run again are not
+    tagged: random nodes; custom ops and collectives, which may have effects or state; nodes that write to their
+    arguments; nodes whose result has a data-dependent size, because other nodes refer to it; and readers of inputs that
+    forward writes to, because backward would read the new value.
     """
     changed = _readers_of_written(segments[0][0][0].graph) if segments else set()
     for i, (nodes, cut) in enumerate(segments):
@@ -134,7 +133,7 @@ def _is_custom(node: Node) -> bool:
 
 
 def _readers_of_written(graph: Graph) -> set[Node]:
-    """Return the nodes that read inputs that forward writes to, such as buffers; directly or through views."""
+    """Return the nodes that read, directly or through views, inputs that forward writes to, such as buffers."""
     context, inputs = TracingContext.try_get(), graph.find_nodes(op="placeholder")
     metadata = None if context is None else context.fw_metadata
     written = {inputs[i] for i in metadata.mutated_inp_runtime_indices} if metadata is not None else set()

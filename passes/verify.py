@@ -1,4 +1,4 @@
-"""Checks of the invariants that every graph satisfies after every pass. They are cheap and run in every compile."""
+"""Checks of the invariants that every graph satisfies after every pass. They run in every compile."""
 
 import functools
 import logging
@@ -93,10 +93,7 @@ def verify_widths(graph: Graph) -> None:
 
 
 def warn_over_budget(graph: Graph, gather_budget_bytes: int) -> None:
-    """Warn if unsharded parameters exceed `gather_budget_bytes` by more than one transfer, or the inputs of one node.
-
-    This function does not raise, because results are right and training can go on. See `ParamLifetimes.bound_bytes`.
-    """
+    """Warn if unsharded parameters exceed `ParamLifetimes.bound_bytes`. Results are right, so training can go on."""
     lifetimes = ParamLifetimes(graph)
     bound_bytes = lifetimes.bound_bytes(gather_budget_bytes)
     for node, nbytes in zip(lifetimes.liveness.nodes, lifetimes.unsharded_bytes()):
