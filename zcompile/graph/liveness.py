@@ -7,16 +7,15 @@ Inductor seldom writes the result of a pointwise node to memory: each reader com
 has no storage here, and the storages from which it is computed live until its readers have run.
 
 Nodes that fuse are pointwise nodes, casts, copies and reductions. Others, such as matmuls, attention and transfers, do
-not fuse, and divide the graph into *segments*. The result of a node that fuses is written to memory if one of its
-readers does not fuse, or is in a later segment. An exception is a pointwise node, such as a mask that is added to the
-result of a matmul, if all paths from the node to readers in later segments have only nodes that fuse: Inductor computes
-the node there, beside its readers.
+not fuse, and divide the graph into *segments* (other ones than those of segments.py). The result of a node that fuses
+is written to memory if one of its readers does not fuse, or is in a later segment. An exception is a pointwise node,
+such as a mask, if all paths from it to readers in later segments have only nodes that fuse: each reader computes it.
 
 Nodes that fuse and share arguments become one *kernel*, also across segments, unless one depends on another through a
-node that does not fuse. Arguments and results of a kernel live while it runs: when its last argument is made. An
-exception is an argument that only one node of the kernel, and no later node, reads: the node's result is written over
-it if both have the same size. Inductor writes over an input of a graph only if torch calls it a donated buffer: an
-activation whose memory no input or output of forward and no output of backward has.
+node that does not fuse. A kernel runs when its last argument is made; its arguments and results live then. If only one
+node of the kernel, and no later node, reads an argument, that node's result of the same size is written over it.
+Inductor writes over an input of a graph only if it is a donated buffer: an activation that forward saved, whose memory
+no input or output of forward and no output of backward has.
 """
 
 import operator
@@ -30,10 +29,10 @@ from torch.fx import Graph, GraphModule, Node
 from zcompile.costs.unbacked_sizes import size_hint
 from zcompile.graph.ops import SAVED_FOR_BACKWARD, args_of, aten, named_args, nodes_in, result_bytes
 
-# A key in `meta` of backward's inputs that forward computes. The value says whether backward may write over them.
+# A key in `meta` of backward's inputs that forward computes. If its value is true, backward may write over the input.
 IS_DONATED = "zcompile_is_donated"
 
-# Ops that are computed inside of each reader, besides those with torch's tag for pointwise ops.
+# Ops that Inductor computes inside of each reader, besides those with torch's tag for pointwise ops.
 POINTWISE = {
     aten._to_copy.default,
     aten.arange.start_step,
@@ -61,7 +60,7 @@ REDUCTIONS = {
     aten.sum.dim_IntList,
     aten.var_mean.correction,
 }
-# All that fuse beside pointwise ones.
+# All ops that fuse, besides pointwise ones.
 FUSES = {
     *REDUCTIONS,
     aten.cat.default,
@@ -81,24 +80,24 @@ FUSES = {
 
 @dataclass(eq=False)
 class Storage:
-    """Memory that one node makes. Positions are indices of nodes in the graph."""
+    """Memory that one node makes."""
 
     maker: Node
-    nbytes: int  # its size, dynamic sizes as traced
-    made: int
-    dies: int  # position of the last reader; the number of nodes if the graph returns it
+    nbytes: int  # with the traced values of dynamic sizes
+    made: int  # index of `maker` in the graph
+    dies: int  # index of the last reader; the number of nodes if the graph returns this memory
 
 
 class Liveness:
-    """The storages of `graph`, in the order of the nodes that make them. `fused`: pointwise nodes fuse (Inductor)."""
+    """The storages of `graph`, in the order of their makers. `fused`: whether nodes fuse, as under Inductor."""
 
     def __init__(self, graph: Graph, fused: bool = True):
         self.nodes, self.fused = list(graph.nodes), fused
         self.position = {node: i for i, node in enumerate(self.nodes)}
-        # Node -> the storages that hold its result. For a result that is never written: those that it is computed from.
+        # Node -> the storages that hold its result or, if that is never written, those from which it is computed.
         self.storages: dict[Node, list[Storage]] = {}
         self.written: set[Node] = set()  # nodes whose result is written to memory that they make
-        self._inputs: dict[int, list[Storage]] = {}  # saved activations, which may be views of one
+        self._inputs: dict[int, list[Storage]] = {}  # of saved activations, by memory: several may be views of one
         self.segment = _segments(self.nodes) if fused else dict(self.position)
         for i, node in enumerate(self.nodes):
             self.storages[node] = self._storages_of(node, i)
@@ -134,9 +133,9 @@ class Liveness:
         return list(accumulate(change[: len(self.nodes)]))
 
     def _run_at_once(self, kernel: list[Node], lives: dict[Storage, tuple[int, int]]) -> None:
-        """Let the arguments and the results of a kernel live while it runs, which is once all arguments are made."""
+        """Change `lives`, so that arguments and results of a kernel live when it runs: once all arguments are made."""
         first, last = (self.position[node] for node in (kernel[0], kernel[-1]))
-        # Dictionaries, not sets, whose order differs from rank to rank.
+        # Dictionaries: the order of sets differs from rank to rank.
         results = {storage: storage.maker for node in kernel for storage in self.storages[node] if storage in lives}
         readers: dict[Storage, list[Node]] = {}
         for node in kernel:
@@ -145,7 +144,7 @@ class Liveness:
                     readers.setdefault(storage, []).append(node)
         runs = max([first, *(storage.made for storage in readers)])
         lives |= {each: (min(lives[each][0], runs), max(lives[each][1], runs)) for each in results}
-        free = dict(results)  # results that are written over nothing yet -> maker
+        free = dict(results)  # result that is not yet written over an argument -> maker
         for storage in readers:
             if not first <= storage.dies <= last:
                 continue
@@ -156,8 +155,7 @@ class Liveness:
             free = {result: maker for result, maker in free.items() if result not in same_size[:1]}
 
     def _kernels(self) -> list[list[Node]]:
-        """Return the nodes of each kernel. They fuse, share arguments, and are written to memory, and none depends on
-        another through a node that does not fuse."""
+        """Return the nodes of each kernel whose results are written to memory; see [Note: what fuses]."""
         kernel_of: dict[Node, list[Node]] = {}
         last_reader: dict[Storage, Node] = {}
         for node in self.nodes:
@@ -236,7 +234,7 @@ class Liveness:
 
 
 def mark_saved(forward: GraphModule, backward: GraphModule, num_outputs: int) -> None:
-    """Mark the inputs of `backward` that `forward` computes. The mark says whether torch makes them donated buffers.
+    """Mark the inputs of `backward` that `forward` computes with IS_DONATED.
 
     `num_outputs`: number of outputs of `forward` before those that are saved for backward.
     """
@@ -251,7 +249,7 @@ def mark_saved(forward: GraphModule, backward: GraphModule, num_outputs: int) ->
 
 
 def _memory_of(node: Node | None) -> torch.UntypedStorage | None:
-    """Return the memory of the fake value of `node`. None if the value is no dense tensor."""
+    """Return the storage of the fake value of `node`; None if the value is no dense tensor."""
     value = node.meta.get("val") if node is not None else None
     return value.untyped_storage() if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
 
@@ -268,7 +266,7 @@ def _is_pointwise(node: Node) -> bool:
 
 
 def aliases(node: Node) -> list[Node] | None:
-    """Return the nodes whose memory the result of `node` aliases, by the op's schema. None if it has its own memory."""
+    """Return the nodes whose memory the result of `node` has, by the op's schema; None if it has memory of its own."""
     if node.op != "call_function":
         return [] if node.op in ("output", "get_attr") or not result_bytes(node) else None
     if node.target is operator.getitem:

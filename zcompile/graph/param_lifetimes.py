@@ -17,7 +17,7 @@ class ParamLifetime:
     """The lifetime of one unsharded parameter, from the start of its gather to its last reader."""
 
     shard: Node  # the node that is gathered
-    start: Node  # the node that begins the gather, alone or for a group
+    start: Node  # the start of the gather, alone or for a group
     wait: Node  # the node whose result is the unsharded parameter
     nbytes: int  # of the unsharded parameter
     begins: int  # position of the start in the graph
@@ -63,10 +63,10 @@ class ParamLifetimes:
         return first_position
 
     def bound_bytes(self, gather_budget_bytes: int) -> int:
-        """Most bytes of unsharded parameters that a plan under this budget may have at one node.
+        """Most bytes of unsharded parameters at one node under this budget.
 
-        The bound is the budget plus the larger of two indivisible sizes: the most bytes that one node reads at once,
-        directly or through a chain, and the most bytes of one transfer.
+        The bound is the budget plus the larger of two sizes: the most bytes that one node reads at once, directly or
+        through a chain, and the most bytes of one transfer.
         """
         read_at_once: dict[Node, int] = defaultdict(int)
         for lifetime in self.lifetimes:

@@ -1,9 +1,8 @@
 """Divide a forward into segments, each of which backward can recompute from the few activations before it.
 
 [Note: segments]
-A *cut* is the set of all activations that are alive (later nodes read them) at one place of forward, if it is small
-and shares no activation with the cut before it. Between decoder layers, the cut is the residual stream. The nodes
-between two cuts are a *segment*. Backward can recompute one segment at a time, as activation checkpointing does.
+A *cut* is the set of all activations that later nodes read at one place of forward, if it is small and shares none with
+the cut before it, such as the residual stream between decoder layers. The nodes between two cuts are a *segment*.
 """
 
 from collections.abc import Collection, Sequence, Set
@@ -23,7 +22,7 @@ Segment = tuple[Sequence[Node], Set[Node]]
 
 
 def segments(graph: Graph, shards: Collection[Node]) -> list[Segment]:
-    """Return the segments of a joint graph, in order. If nodes after the last cut compute the loss, they are in none.
+    """Return the segments of a joint graph, in order; not the nodes after the last cut, if forward returns only a loss.
 
     `shards`: inputs that are shards. Activations are nodes that depend on shards and on other inputs.
     """
@@ -54,7 +53,7 @@ def segments(graph: Graph, shards: Collection[Node]) -> list[Segment]:
 
 
 def _is_cut(alive: Set[Node], cut: Set[Node] | None, nodes: Collection[Node], made_bytes: int) -> bool:
-    """Whether `alive`, the activations alive after `nodes`, is a cut. `cut`: the last cut; `made_bytes`: of `nodes`."""
+    """Whether `alive`, the activations alive after `nodes`, is a cut. `cut`: the last one; `made_bytes`: of `nodes`."""
     if not all(map(_is_tensor, alive)) or not any(node.meta["val"].ndim for node in alive):
         return False
     if cut is None:
