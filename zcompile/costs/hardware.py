@@ -1,7 +1,6 @@
 """Hardware tables: rates of a machine's kernels and times of its transfers, the same on all ranks of a model.
 
-The tables of H200 and CPU were measured. Matmul rates of the H100 are 0.63 to 0.75 of NVIDIA's data sheet (2023), about
-the shares that an H200 reaches; its int8 rate was measured. `zcompile calibrate` measures other machines.
+`Hardware.source` says where the figures of a table are from. `zcompile calibrate` measures other machines.
 """
 
 import re
@@ -20,7 +19,7 @@ class Wire:
 
     transport: str
     world: int
-    # Gathers and reduces of rising size, of one tensor each; on CPUs, of several, because it takes time to pack them.
+    # Gathers and reduces of rising size, of one tensor each; on CPUs of several, because packing them takes time.
     gather: Points
     reduce: Points
     # Seconds that compute loses for each second of transfer beside it: transfers take memory bandwidth, power or SMs.
@@ -29,10 +28,10 @@ class Wire:
 
 @dataclass(frozen=True)
 class Network:
-    """The network between NVLink domains: each rank's bandwidth in bytes a second, a message's latency in seconds."""
+    """The network between NVLink domains."""
 
-    bytes_s: float
-    latency_s: float
+    bytes_s: float  # bytes a second that each rank receives
+    latency_s: float  # of a message, in seconds
 
 
 def network_of(gbit_s: float) -> Network:
@@ -40,13 +39,13 @@ def network_of(gbit_s: float) -> Network:
     return Network(bytes_s=0.9 * gbit_s * 1e9 / 8, latency_s=15e-6)
 
 
-# AdamW in fp32 reads a parameter's weight, gradient and two moments, and writes all of them but the gradient.
+# Bytes of an element in a step of AdamW in fp32: reads weight, gradient and two moments, writes all but the gradient.
 ADAM_BYTES = 28
 
 # Rates of attention kernels, as shares of flash attention's rate: measured on an H100; "math" is an estimate.
 ATTENTION_SHARES = {"flash": 1.0, "cudnn": 1.8, "flex": 1.03, "efficient": 0.48, "math": 0.1}
 
-# dtype -> (the dtype whose matmul rate is used if a table has none for the first, the share of that rate).
+# A dtype without a matmul rate in a table -> (the dtype whose rate is used instead, the share of that rate).
 STAND_INS = {
     torch.float8_e5m2: (torch.float8_e4m3fn, 1.0),
     torch.float8_e4m3fn: (torch.bfloat16, 1.0),  # a GPU without fp8 matmuls computes in bf16
@@ -72,29 +71,26 @@ class Hardware:
     attention_flops_s: float
     bytes_s: float  # bytes of memory a second that a pointwise kernel reads and writes
     kernel_s: float  # the least time of a kernel, in seconds
-    # Of a transport's wires, `over` takes the one with the most ranks, but no more than the link has.
-    wires: tuple[Wire, ...]
+    wires: tuple[Wire, ...]  # `over` takes the transport's wire with the most ranks, but no more than the link has
     domain: int  # the number of ranks that NVLink connects; on CPUs, those of one host
     network: Network  # between domains
     memory_bytes: int  # of one device
     source: str  # the origin of the rates, which `explain` prints
-    # (kernel, operations a second) of other attention kernels that were measured. Those without a figure have a share
-    # of `attention_flops_s`; see ATTENTION_SHARES.
+    # (kernel, operations a second) of other attention kernels; those without a figure have a share of
+    # `attention_flops_s`, from ATTENTION_SHARES.
     attention_by_kernel: tuple[tuple[str, float], ...] = ()
     grouped_share: float = 0.8  # rate of grouped matmuls, padding counted as work, divided by that of plain ones
     # Whether attention reaches the share of its rate that was measured on a GPU, `Work.share`; else `Work.cpu_share`.
     attention_varies: bool = True
-    # The widest head, in elements of 2 bytes, for which torch runs attention by cuDNN before it tries other kernels. 0:
-    # torch tries flash attention first.
+    # The widest head, in elements of 2 bytes, for which torch prefers cuDNN's attention. 0: it prefers flash attention.
     widest_cudnn_head: int = 0
-    # The rate of fused AdamW, which reads and writes many tensors at once. None: `bytes_s`.
-    adam_bytes_s: float | None = None
+    adam_bytes_s: float | None = None  # bytes a second that fused AdamW reads and writes. None: `bytes_s`
 
     def matmul_rate(self, dtype: torch.dtype) -> float:
         """Return the operations a second that matmuls of `dtype` reach.
 
-        If the table has no rate for the dtype, return that of its stand-in (STAND_INS). Integers without a stand-in run
-        on no tensor core. Their multiply-adds read two elements each, so memory bounds the rate.
+        A dtype without a rate has that of its stand-in (STAND_INS). An integer dtype without a stand-in runs on no
+        tensor core: memory bounds its rate.
         """
         rates = dict(self.matmul_flops_s)
         while dtype not in rates:
@@ -113,7 +109,7 @@ class Hardware:
         return dict(self.attention_by_kernel).get(kernel, self.attention_flops_s * ATTENTION_SHARES[kernel])
 
     def over(self, transport: str, world: int) -> "Link":
-        """Return the link of `world` ranks with `transport`. If the table lacks it, take its first one."""
+        """Return the link of `world` ranks over `transport`, or over the table's first one if it lacks `transport`."""
         known = [wire for wire in self.wires if wire.transport == transport]
         wires = known or [wire for wire in self.wires if wire.transport == self.wires[0].transport]
         fitting = [wire for wire in wires if wire.world <= min(world, self.domain)]
@@ -142,7 +138,7 @@ class Hosts:
         return self.itemsize * elements * (self.count - 1) // self.count if self.shards_states else 0
 
     def summed_bytes(self, elements: int) -> int:
-        """Return the bytes that a rank receives to sum its host shard's gradient. HSDP also all-gathers these sums."""
+        """Return the bytes that a rank receives to sum its shard's gradient over hosts and, with HSDP, to gather sums."""
         return (4 if self.shards_states else 8) * elements * (self.count - 1) // self.count
 
 
@@ -163,7 +159,7 @@ class Link:
 
     @property
     def sums_in_reduces(self) -> bool:
-        """Whether sums of gradients over hosts overlap with backward. With c10d, they do not: see `C10dReduce`."""
+        """Whether sums of gradients over hosts overlap with backward: only with p2p; see `C10dReduce` for others."""
         return self.hosts is not None and not self.hosts.sums_once and self.wire.transport == "p2p"
 
     def sum_over_hosts_s(self, nbytes: int) -> float:
@@ -195,7 +191,7 @@ class Link:
         return self._seconds(self.wire.reduce, nbytes)
 
     def outside_bytes(self, nbytes: int) -> int:
-        """Return the bytes of a tensor of `nbytes` that each rank gets from other domains, for its whole domain."""
+        """Return the bytes of a tensor of `nbytes` that each rank receives from other domains and passes on in its own."""
         inside, domains = min(self.world, self.hardware.domain), -(-self.world // self.hardware.domain)
         return nbytes * (domains - 1) // (inside * domains)
 
@@ -205,14 +201,14 @@ class Link:
         inside = min(self.world, self.hardware.domain)
         seconds = _interpolate(points, nbytes * (inside - 1) // inside)
         domains = -(-self.world // self.hardware.domain)
-        if domains > 1:  # each rank gets a part of other domains' shards, and meanwhile passes parts on in its domain
+        if domains > 1:  # transfers between domains and inside of them overlap
             latency_s = self.network_s(0, domains)
             seconds = max(seconds + latency_s, self.network_s(self.outside_bytes(nbytes), domains))
         return seconds
 
 
 def _interpolate(points: Points, nbytes: int) -> float:
-    """Return the seconds of a transfer of `nbytes`: linear between `points`, constant before, the last slope after."""
+    """Return the seconds of a transfer of `nbytes`: linear between `points`, constant below, the last slope above."""
     if nbytes <= points[0][0]:
         return points[0][1]
     i = min(bisect(points, (nbytes,)), len(points) - 1)
@@ -300,7 +296,7 @@ TABLES = {"h200": H200, "h100": H100, "cpu": CPU}
 
 
 def table_of_name(name: str) -> tuple[Hardware, bool]:
-    """Return the table for a GPU that torch calls `name`, and whether it is that GPU's own, not a stand-in."""
+    """Return the table for a GPU that torch calls `name`, and whether it is of this GPU; if not, it stands in."""
     for pattern, table in ((r"\bH200\b", H200), (r"\bH100\b.*\bHBM3\b", H100)):
         if re.search(pattern, name):
             return table, True
@@ -309,7 +305,7 @@ def table_of_name(name: str) -> tuple[Hardware, bool]:
 
 
 def stand_in_notice(device: torch.device) -> str:
-    """Return a line that tells the user that another GPU's table stands in for that of `device`; else ''."""
+    """Return a line for the user if another GPU's table stands in for that of `device`; else ''."""
     if device.type != "cuda":
         return ""
     name = torch.cuda.get_device_name(device)

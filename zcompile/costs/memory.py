@@ -7,8 +7,8 @@ from torch.fx import Graph
 from zcompile.costs.hardware import Link
 from zcompile.graph import ops
 
-PARAMETER_BYTES = 4  # of an element of a shard
-MOMENTS_BYTES = 8  # Adam's two, of an element
+PARAMETER_BYTES = 4  # of an element of a main parameter
+MOMENTS_BYTES = 8  # of an element, both of Adam's moments
 GRADIENT_BYTES = 4
 STAGING_BYTES = 288 << 20  # the most for reduces with the p2p transport: 3 regions of 96 MiB (csrc/p2p/reducer.cpp)
 
@@ -28,14 +28,17 @@ def state_bytes(parameters: int, link: Link) -> int:
 
 
 def transport_bytes(elements: int, link: Link, largest: int = STAGING_BYTES) -> int:
-    """Return p2p's bytes: 2-byte copies of shards, staging of reduces. `largest`: elements of the largest shard."""
+    """Return p2p's bytes: copies of shards in 2 bytes an element, and staging of reduces; 0 for other transports.
+
+    `elements`: of this rank's shards; `largest`: elements of the largest shard.
+    """
     if link.wire.transport != "p2p":
         return 0
     return 2 * elements + min(STAGING_BYTES, 3 * (link.world - 1) * PARAMETER_BYTES * largest)
 
 
 def in_flight_bytes(graph: Graph, link: Link) -> list[int]:
-    """Return the bytes of transfers' buffers at each node (0 with p2p): received gradients, tensors packed for gloo."""
+    """Return the bytes of transfers' buffers at each node: received gradients, tensors packed for gloo; 0 with p2p."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     change = [0] * (len(position) + 1)
     starts = ops.calls(graph, ops.GATHER_GROUP_START, ops.REDUCE_START, ops.REDUCE_GROUP_START)
@@ -50,8 +53,8 @@ def in_flight_bytes(graph: Graph, link: Link) -> list[int]:
 
 
 def gradient_fraction(link: Link) -> float:
-    """Return the share of a gradient's bytes for which new memory is allocated.
+    """Return the share of a gradient's bytes that needs new memory.
 
-    With p2p, half of a gradient lies in copies of shards that backward has read already (csrc/p2p/shard_cache.h).
+    With p2p, half of a gradient is in copies of shards that backward has read already (csrc/p2p/shard_cache.h).
     """
     return 0.5 if link.wire.transport == "p2p" else 1.0

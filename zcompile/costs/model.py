@@ -1,8 +1,5 @@
 """How long a graph's nodes and transfers take: compute by the roofline model, transfers by the tables of `hardware.py`.
 
-Sources: S. Williams, A. Waterman, D. Patterson, Roofline: An insightful visual performance model for multicore
-architectures, 2009. `formulas/` has the operations and bytes of single ops, with sources.
-
 Times depend only on the graph, the hardware table and the formulas that users registered. So ranks that compile the
 same graph make the same plan.
 """
@@ -48,9 +45,9 @@ class Costs:
         note_unbacked_sizes(graph)
         self.liveness = Liveness(graph, fused)
         self.seconds: dict[Node, float] = {}  # of compute
-        self.without_formula: dict[str, float] = {}  # by op without a cost formula: time of its bytes
+        self.without_formula: dict[str, float] = {}  # op without a cost formula -> seconds of its calls, by bytes
         self._segment = -1
-        self._read: set[Storage] = set()  # by the kernels of that segment
+        self._read: set[Storage] = set()  # read by nodes of `_segment` that fuse
         for node in self.liveness.nodes:
             self.seconds[node] = self._seconds_of(node)
 
@@ -79,7 +76,7 @@ class Costs:
         return seconds
 
     def _newly_read_bytes(self, node: Node) -> int:
-        """Return the bytes that `node` reads and that no earlier node that fuses in its segment has read or written."""
+        """Return the bytes that `node` reads and that no earlier fusing node of its segment has read or written."""
         segment = self.liveness.segment[node]
         if segment != self._segment:
             self._segment, self._read = segment, set()
@@ -110,10 +107,10 @@ def _dtype(node: Node) -> torch.dtype:
 
 @dataclass
 class Transfer:
-    """A gather, a reduce or the model's own collective in a simulated step; one may transfer several parameters."""
+    """A gather, a reduce or the model's own collective in a simulated step."""
 
     start: Node
-    nbytes: int  # bytes on the wire, from `wire_bytes`
+    nbytes: int  # from `wire_bytes`
     begins_s: float  # seconds since the graph's beginning, as `ends_s`
     ends_s: float
     exposed_s: float = 0.0  # seconds that compute waits for it
@@ -134,10 +131,10 @@ class Timeline:
 
 
 def simulate(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -> Timeline:
-    """Run `graph` without a device: nodes compute in order, and one wire serves transfers in the order of their starts.
+    """Predict a run of `graph`: nodes compute in order, and one wire serves transfers in the order of their starts.
 
-    Gathers in `cached` find their parameter unsharded, and transfer nothing. Sums over hosts follow reduces, on a
-    network of their own.
+    Gathers in `cached` find their parameter unsharded, and transfer nothing. Sums over hosts follow reduces, on another
+    network.
     """
     link = costs.link
     now_s = wire_free_s = wire_s = network_free_s = compute_s = exposed_s = 0.0
@@ -173,7 +170,7 @@ def simulate(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -> Timel
 
 
 def _started_by(wait: Node, transfers: Collection[Node]) -> Node | None:
-    """Return the node in `transfers` whose transfer `wait` ends; None if another graph started it, or it is cached."""
+    """Return the start in `transfers` that `wait` ends; None if another graph has it, or its parameter is cached."""
     node = args_of(wait)[0]
     while isinstance(node, Node) and node.op == "call_function":
         if node in transfers:
@@ -188,7 +185,7 @@ def transfer_s(start: Node, link: Link) -> float:
 
 
 def wire_bytes(start: Node, link: Link) -> int:
-    """Return `transfer_bytes`; for a reduce of embedding rows with p2p, the bytes of the rows, all that it sends."""
+    """Return `transfer_bytes`; for a reduce of embedding rows with p2p, which sends only rows, their bytes."""
     if start.target in ROW_REDUCES and link.wire.transport == "p2p":
         return sum(result_bytes(args_of(start)[0]))
     return transfer_bytes(start)

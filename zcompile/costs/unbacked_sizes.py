@@ -1,10 +1,10 @@
 """Hints for sizes that the trace does not know, such as the number of tokens that an expert gets.
 
 [Note: hints of unbacked sizes]
-If the size of an op's result depends on values, it is an unbacked symbol of SymPy. Plans need a number for it, a hint.
-If the graph tells the number of experts or ranks, the hint assumes that tokens are spread evenly over them. If not, the
-hint is the most that the op can return. Hints are stored for torch's `ShapeEnv`, which forward and backward of a model
-share. They follow from the graph alone, so all ranks find the same hints.
+A size of an op's result that depends on values is an unbacked symbol of SymPy. Plans need a number for it, a hint. If
+the graph tells the number of experts or ranks, the hint assumes that tokens are spread evenly over them. If not, the
+hint is the most that the op can return. Hints are stored by torch's `ShapeEnv`, which forward and backward share. They
+follow from the graph alone, so all ranks find the same hints.
 """
 
 import math
@@ -68,7 +68,7 @@ def _unbacked_in(size: Any) -> list[sympy.Symbol]:
 def note_unbacked_sizes(graph: Graph) -> None:
     """Store hints for unbacked sizes of `graph` that have none yet; see [Note: hints of unbacked sizes]."""
     nodes = [node for node in graph.nodes if node.op == "call_function"]
-    for node in nodes:  # first: splits tell the number of parts of a known total
+    for node in nodes:  # first, because a split tells more than an upper bound
         _note_parts(node)
     for node in nodes:
         if node.target is aten.nonzero.default:
@@ -82,7 +82,7 @@ def note_unbacked_sizes(graph: Graph) -> None:
 
 
 def _note_parts(node: Node) -> None:
-    """If `node` splits a tensor by a list of unbacked sizes, store an equal part of the tensor as each size's hint."""
+    """If `node` splits a tensor into parts of unbacked sizes, store as each part's hint that all parts are equal."""
     name, args = str(node.target), cast(tuple[Any, ...], node.args)
     if name.startswith("_c10d_functional.all_to_all_single"):
         (source, outputs, inputs), dim = args[:3], 0
@@ -126,7 +126,7 @@ def _numel(node: Node) -> int:
 def _experts_of(mask: Node) -> int:
     """Return the number of experts if `mask` selects the tokens of one of them, else 1.
 
-    For `topk(scores)[1] == expert`, it is the number of columns of `scores`; for a slice of one-hot rows, their length.
+    For `topk(scores)[1] == expert`, it is the number of columns of `scores`; for `one_hot(...)[:, i]`, of one-hot rows.
     """
     node: Node | None = mask
     while node is not None:

@@ -1,8 +1,8 @@
 """Cost formulas of attention: of torch's kernels, and of flex attention with its block mask.
 
 A hardware table has one rate (operations per second) for each attention kernel: of forward and backward together, with
-heads 128 wide and without a mask. The shares of this rate that calls reach were measured on an H100 with torch 2.11
-(docs/lab/measurements.md, "Formulas"). Except for short calls, the four kernels reach equal shares, within 20 %.
+heads 128 wide and without a mask. The shares of this rate that other calls reach were measured on an H100 with torch
+2.11 (docs/lab/measurements.md, "Formulas").
 """
 
 from collections.abc import Callable, Sequence
@@ -14,23 +14,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zcompile.costs.formulas.work import Call, TensorSize, Work, nbytes_of
 
-MASK_BLOCKS = 128  # most blocks in a row or column of a mask that are sampled
-SAMPLES = 4  # sampled rows, and columns, of a block; the first and the last among them
+MASK_BLOCKS = 128  # most blocks of a mask that are sampled, in each of its two dimensions
+SAMPLES = 4  # positions of a block that are sampled in each dimension; the first and the last among them
 
 # Shares of a kernel's rate in the hardware table that calls reach.
 FORWARD_SHARE = 1.18
 BACKWARD_SHARE = 0.94
-CAUSAL_SHARE = 0.8  # thread blocks of one kernel take unequal times
-NARROW_SHARE = 0.8  # of heads that are at most 64 wide
-MASKED_SHARE = 0.5  # the kernel reads a mask value for each pair of a query and a key
+CAUSAL_SHARE = 0.8  # with a causal mask: thread blocks of one kernel take unequal times
+NARROW_SHARE = 0.8  # with heads that are at most 64 wide
+MASKED_SHARE = 0.5  # with a mask tensor: the kernel reads a value for each pair of a query and a key
 CPU_COLUMNS = 512  # keys in a block of torch's CPU kernel, which skips only blocks that are masked as a whole
 
 
 def scaled_dot_product(call: Call) -> Work:
-    """Return the work of torch's attention kernels, without the operations that a causal mask saves.
-
-    A mask that is passed as a tensor is read, and saves no operations.
-    """
+    """Return the work of torch's attention kernels. `is_causal` halves the operations; a mask tensor saves none."""
     is_backward = "backward" in call.name
     query, key, values = call.args[1 if is_backward else 0 :][:3]
     flops = attention_flops(query, key, values, is_backward)
@@ -42,7 +39,7 @@ def scaled_dot_product(call: Call) -> Work:
     if not is_causal:
         return Work(flops=flops, attention=kernel, share=share)
     columns = max(1, key.shape[-2])
-    on_cpus = min(1.0, (columns + CPU_COLUMNS) / (2 * columns))  # share of pairs, if there are as many queries as keys
+    on_cpus = min(1.0, (columns + CPU_COLUMNS) / (2 * columns))  # share of (query, key) pairs that a CPU computes
     return Work(flops=flops // 2, attention=kernel, share=share, cpu_share=0.5 / on_cpus)
 
 
@@ -55,8 +52,8 @@ def reached_share(width: int, is_backward: bool, is_causal: bool) -> float:
 def attention_flops(query: TensorSize, key: TensorSize, values: TensorSize, is_backward: bool) -> int:
     """Return the floating-point operations of attention over all pairs of a query and a key.
 
-    Forward has two matmuls, for queries [b, h, s, d], keys [b, h', t, d] and values [b, h', t, e]. Flash attention's
-    backward has five, because it computes the scores again (arXiv:2205.14135).
+    Queries are [b, h, s, d], keys [b, h', t, d], values [b, h', t, e]. Forward has two matmuls. Backward has five,
+    because it computes the scores again (arXiv:2205.14135).
     """
     batch, heads, rows, width = query.shape
     flops_per_column = 2 * batch * heads * rows * key.shape[-2]
@@ -67,8 +64,8 @@ def attention_flops(query: TensorSize, key: TensorSize, values: TensorSize, is_b
 def flex_attention(call: Call) -> Work:
     """Return the work of flex attention, forward or backward, in the blocks of scores that its mask does not skip.
 
-    The block mask's tensors have no values at compile time. So the mask's function, which the graph contains, is called
-    with a few positions of each block. If it reads tensors, such as the documents of tokens, all blocks count.
+    The block mask's tensors have no values at compile time, so the mask's function in the graph is called with a few
+    positions of each block. If it reads tensors, such as the documents of tokens, all blocks count.
     """
     is_backward = call.name.endswith("backward")
     query, key, values = call.args[:3]
@@ -83,7 +80,7 @@ def flex_attention(call: Call) -> Work:
 
 
 def _share_of_blocks(call: Call, i: int) -> float:
-    """Return the share of blocks that are computed under the block mask in argument `i` of `call`; 1 if not known."""
+    """Return the share of blocks that the block mask, argument `i` of `call`, does not skip; 1 if not known."""
     assert call.node is not None
     mask: Any = call.args[i] if i < len(call.args) else call.argument("block_mask")
     if not isinstance(mask, (tuple, list)) or len(mask) < 5:

@@ -1,7 +1,7 @@
 """Transfer times of collectives that the user's model calls itself, such as the all-to-all of tokens between experts.
 
-In a plan, these collectives start and are waited for where the model does so. Plans assume that the ranks of a process
-group share fast links, such as NVLink, like the ranks over which parameters are sharded.
+Plans leave these collectives and their waits in place, and assume that the ranks of a process group share fast links,
+such as NVLink.
 """
 
 from torch.fx import Node
@@ -10,7 +10,7 @@ from zcompile.costs.formulas.work import nbytes_of, sizes_of
 from zcompile.costs.hardware import Link
 from zcompile.graph.ops import WAIT_TENSOR, named_args
 
-COLLECTIVES = ("nccl", "gloo")  # transports that run them: "p2p" has none of the model's collectives
+COLLECTIVES = ("nccl", "gloo")  # transports that run the model's collectives; "p2p" runs none
 
 
 def is_collective_wait(node: Node) -> bool:
@@ -28,7 +28,7 @@ def collective_s(node: Node, link: Link) -> float:
         return of_group.reduce_s(given)
     if name.startswith("all_reduce"):  # a reduce-scatter, then an all-gather
         return of_group.reduce_s(given) + of_group.gather_s(given)
-    return of_group.gather_s(max(given, result))  # all_to_all, broadcast: each rank receives others' parts
+    return of_group.gather_s(max(given, result))  # all_to_all, broadcast
 
 
 def collective_bytes(node: Node) -> int:
@@ -37,7 +37,7 @@ def collective_bytes(node: Node) -> int:
 
 
 def _link_of(node: Node, link: Link) -> Link:
-    """Return the link of a collective's process group. Its size is the op's `group_size`, else the model's ranks."""
+    """Return the link of a collective's process group, of `group_size` ranks if the op has this argument."""
     hardware = link.hardware
     known = {wire.transport for wire in hardware.wires}
     transport = next((name for name in COLLECTIVES if name in known), link.wire.transport)

@@ -17,18 +17,18 @@ BUILT_IN = {**products.FORMULAS, **attention.FORMULAS, **memory_ops.FORMULAS}
 TRITON = ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation")
 FUNCTIONALIZED = ("auto_functionalized", "auto_functionalized_v2")  # calls of ops that write to their arguments
 
-# Ops in these namespaces take the time to read and write their tensors, except ops whose names begin with one of
-# COMPUTE. Those, and ops in other namespaces, may take longer because they compute.
+# Without a formula, ops in these namespaces count as the bytes of their tensors without a message, except those whose
+# names begin with one of COMPUTE.
 KNOWN_NAMESPACES = ("aten", "prims", "inductor_prims", "zcompile", "_c10d_functional", "_c10d_functional_autograd")
 COMPUTE = ("linalg_", "_linalg_", "_fft_", "cholesky", "_cdist", "_trilinear", "lu_", "geqrf", "triangular_solve")
 
-_told: set[str] = set()  # ops about which a message was logged
+_told: set[str] = set()  # ops about which `_tell` has logged
 
 
 def find_work(node: Node) -> tuple[Work | None, str]:
-    """Return the `Work` of `node`, a call, and "", or (None, the op's name) if an op without a formula may compute.
+    """Return (the `Work` of the call `node`, ""). If none is known, its bytes count, and the result is (None, name).
 
-    (None, "") means that `node` only reads and writes its tensors, as pointwise ops do, so that their bytes count.
+    The name is that of an op that may compute, and so take longer than its bytes; "" for ops that only move bytes.
     """
     target: Any = node.target
     is_higher = isinstance(target, torch._ops.HigherOrderOperator)
@@ -57,7 +57,7 @@ def find_work(node: Node) -> tuple[Work | None, str]:
 
 
 def call_of(node: Node) -> Call:
-    """Return the call of the op or kernel that `node` makes, without a higher-order op that wraps it."""
+    """Return the call of the op or kernel that `node` makes, also through a higher-order op that wraps it."""
     target: Any = node.target
     higher = target.name() if isinstance(target, torch._ops.HigherOrderOperator) else ""
     out = sizes_of(node.meta.get("val"))
@@ -73,7 +73,7 @@ def call_of(node: Node) -> Call:
 
 
 def _given_kwargs(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return by name the arguments of an op in `auto_functionalized`, where those it writes to are in a list."""
+    """Return by name the arguments of an op that `auto_functionalized` wraps. Those that it writes to are in a list."""
     bases = cast(list[Any], node.kwargs.get("_all_bases", []))
     kwargs = {name: node.kwargs[name] for name in names if name in node.kwargs}
     for name in names:

@@ -1,8 +1,7 @@
 """Cost formulas of ops that only move bytes, but do not read and write each argument and result once.
 
-Sources: the kernels of ATen (TensorTopK.cu, Sort.cu, SummaryOps.cu, SoftMax.cu, Loss.cu), whose radix sorts and selects
-read their input several times; and the kernels' times on an H100 with torch 2.11 (docs/lab/measurements.md,
-"Formulas").
+Sources: the kernels of ATen (TensorTopK.cu, Sort.cu, SummaryOps.cu, SoftMax.cu, Loss.cu), and their times on an H100
+with torch 2.11 (docs/lab/measurements.md, "Formulas").
 """
 
 from collections.abc import Callable
@@ -15,15 +14,15 @@ SECTOR_BYTES = 32  # the least that a read from memory takes
 INDEX_BYTES = 8  # of int64
 SMALL_SLICE = 4096  # a slice of at most so many items is sorted within one kernel
 BLOCK_SORT_PASSES = 3.5  # bytes that such a kernel moves for each byte of its items and each byte of a key
-SELECT_BITS = 2  # of a key that one pass of a select decides
-SELECT_READS = 2  # in a pass: it counts digits, then looks for the one that decides
-LONG_SLICE = 20_000  # several blocks select from a slice of at least so many items
-LONG_SELECT_LAUNCHES = 30
-RADIX_BITS = 8  # of a key that one pass of a sort decides
-RADIX_LAUNCHES = 4  # for each such pass
-SCAN_SHARE = 0.3  # of memory's rate, for running sums of rows
+SELECT_BITS = 2  # bits of a key by which one pass of a top-k selects
+SELECT_READS = 2  # reads of the input in such a pass
+LONG_SLICE = 20_000  # several thread blocks select from a slice of at least so many items
+LONG_SELECT_LAUNCHES = 30  # kernels of such a selection
+RADIX_BITS = 8  # bits of a key by which one pass of a sort sorts
+RADIX_LAUNCHES = 4  # kernels of such a pass
+SCAN_SHARE = 0.3  # share of memory's rate that running sums of rows reach
 SOFTMAX_SLICE = 1024  # a row of at most so many items is read once
-LOSS_ROW_S = 1.2e-9  # one block of threads reads all rows of a loss
+LOSS_ROW_S = 1.2e-9  # seconds for a row of a loss: one block of threads reads all rows
 
 
 def topk(call: Call) -> Work:

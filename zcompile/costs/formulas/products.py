@@ -1,10 +1,10 @@
 """Cost formulas of matmuls of all kinds, and of convolutions.
 
 [Note: grouped products]
-A grouped matmul multiplies each group of rows by a matrix of its own, as a mixture of experts does. The number of rows
-in a group is not known at compile time. Formulas assume that each row is in a random group: then m rows occupy, on
-average, G * (1 - (1 - 1/G) ** m) of G groups. Only matrices of occupied groups are read. A kernel computes whole tiles
-of rows: an occupied group has half a tile of padding on average, and at least one tile.
+A grouped matmul multiplies each group of rows by a matrix of its own, as a mixture of experts does. Group sizes are not
+known at compile time, so formulas assume that each row is in a random group: m rows then occupy, on average,
+G * (1 - (1 - 1/G) ** m) of G groups. Only matrices of occupied groups are read. A kernel computes whole tiles of rows:
+an occupied group has half a tile of padding on average, and at least one tile.
 """
 
 import logging
@@ -22,7 +22,7 @@ log = logging.getLogger("zcompile")
 
 TILE_ROWS = 128  # rows in a tile of a grouped matmul's kernel; SMALL_TILE_ROWS if there are few rows
 SMALL_TILE_ROWS = 64
-HOST_WAIT_S = 20e-6  # the device idles while the host reads a value of it, then launches kernels
+HOST_WAIT_S = 20e-6  # in which the device idles, because the host reads a value from it before it launches kernels
 
 
 def is_matmul(node: Node) -> bool:

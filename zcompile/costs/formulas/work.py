@@ -84,7 +84,7 @@ class Call:
     kwargs: Mapping[str, Any]
     out: Any  # a `TensorSize`, or a tuple of them and None
     names: tuple[str, ...] = ()  # of the op's parameters, from its schema. Empty if it has no schema
-    node: Node | None = field(default=None, compare=False)  # where it stands; for formulas that look at more than sizes
+    node: Node | None = field(default=None, compare=False)  # for formulas that need more than sizes
 
     def argument(self, name: str, default: Any = None) -> Any:
         """Return the argument `name`, passed by position or by keyword; `default` if it was not passed."""
