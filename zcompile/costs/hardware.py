@@ -138,7 +138,7 @@ class Hosts:
         return self.itemsize * elements * (self.count - 1) // self.count if self.shards_states else 0
 
     def summed_bytes(self, elements: int) -> int:
-        """Return the bytes that a rank receives to sum its shard's gradient over hosts and, with HSDP, to gather sums."""
+        """Return the bytes that a rank receives to sum its shard's gradient over hosts; HSDP also gathers the sums."""
         return (4 if self.shards_states else 8) * elements * (self.count - 1) // self.count
 
 
@@ -191,7 +191,7 @@ class Link:
         return self._seconds(self.wire.reduce, nbytes)
 
     def outside_bytes(self, nbytes: int) -> int:
-        """Return the bytes of a tensor of `nbytes` that each rank receives from other domains and passes on in its own."""
+        """Return the bytes of a tensor of `nbytes` that a rank receives from other domains and passes on in its own."""
         inside, domains = min(self.world, self.hardware.domain), -(-self.world // self.hardware.domain)
         return nbytes * (domains - 1) // (inside * domains)
 

@@ -1,8 +1,8 @@
 """The least time that a graph's compute must wait for transfers, in any schedule and with unlimited memory.
 
 [Note: the bound]
-All transfers share one wire, one at a time. An all-gather may start with the graph, and must end before the first read
-of its parameter. A reduce may start when its gradient is computed, and must end with the graph. Let c(n) be the time of
+One wire serves all transfers, one at a time. A gather may start with the graph, and must end before the first read of
+its parameter. A reduce may start when its gradient is computed, and must end with the graph. Let c(n) be the time of
 the compute before node n, and C the time of all compute of the graph. The waiting time has three lower bounds:
 
 - When node n runs, the parameters that it and earlier nodes read have arrived. So compute has waited for at least
@@ -10,7 +10,7 @@ the compute before node n, and C the time of all compute of the graph. The waiti
 - Gradients that node n and later nodes compute are reduced after it: w(n) + (time of these reduces) - (C - c(n)).
 - All transfers end before the graph ends: (time of all transfers) - C.
 
-A parameter that a plan gathers twice counts once, because with unlimited memory it is gathered once.
+A parameter that a plan gathers twice counts once.
 """
 
 from collections.abc import Collection
@@ -36,7 +36,8 @@ def least_exposed_s(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -
     """Return the seconds that compute must wait for transfers in any schedule. `cached`: gathers without a transfer."""
     nodes, position = costs.liveness.nodes, costs.liveness.position
     before_s = list(accumulate((costs.seconds[node] for node in nodes), initial=0.0))
-    due_s, begun_s = [0.0] * len(nodes), [0.0] * len(nodes)  # by place: transfers due there, and possible from there
+    # By index of a node: seconds of gathers that must end before it, and of other transfers that can start there.
+    due_s, begun_s = [0.0] * len(nodes), [0.0] * len(nodes)
     gathered: set[tuple[object, ...]] = set()
     for start in (node for node in nodes if node.op == "call_function" and node not in cached):
         if start.target in GATHERS:

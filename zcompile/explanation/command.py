@@ -52,7 +52,7 @@ def _numbers(name: str, text: str) -> list[int]:
 
 
 def _tables(name: str) -> tuple[Hardware, Hardware]:
-    """Return rates for plans and for predictions: of the shipped table `name`, or of a file by `zcompile calibrate`."""
+    """Return rates for plans and for predictions, from the shipped table `name` or a file by `zcompile calibrate`."""
     if name in TABLES:
         return TABLES[name], TABLES[name]
     try:
@@ -66,7 +66,7 @@ def _tables(name: str) -> tuple[Hardware, Hardware]:
 
 
 def _narrow(gather_dtype: str | None, precision: torch.dtype) -> NarrowGathers | None:
-    """Return how parameters are gathered in `gather_dtype`, and read in `precision` (int8) or as gathered (float8)."""
+    """Return how parameters are gathered in `gather_dtype`; None if in `precision`, the dtype of compute."""
     if gather_dtype == "int8":
         return NarrowGathers("int8 and float32", (1 + 4 / BLOCK) / precision.itemsize, dequantizes=True)
     return None if gather_dtype is None else NarrowGathers("float8", 1 / precision.itemsize, dequantizes=False)
@@ -92,10 +92,9 @@ def _link(hardware: Hardware, transport: str | None, world: int, narrow: NarrowG
 
 
 def install_trace_readers(workload: Workload, dtype: torch.dtype, single_rank: bool = False) -> dict[int, str]:
-    """Let modules of `workload` gather their parameters at each read, as if each parameter were one rank's shard.
+    """Let modules of `workload` gather their parameters at each read; with `single_rank`, only cast them.
 
-    With `single_rank`, the modules cast the parameters instead, as a model on one rank does. Return id of the shard ->
-    name of the parameter.
+    Return id of the shard -> name of the parameter.
     """
     names: dict[int, str] = {}
     seen: dict[int, nn.Parameter] = {}
@@ -121,8 +120,6 @@ def _settings_of_shares(text: str, options: Mapping[str, Any]) -> list[Settings]
 
 def _traced(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Traced], int]:
     """Return the traced graphs of the model that `arguments` name, and the number of elements of its parameters.
-
-    If `plan` is for a GPU, graphs have the attention ops of that GPU. If it is for one rank, they have no gathers.
 
     Raises:
         BadInput: the model cannot be traced, or no plan keeps the step within the limit of memory.
@@ -181,14 +178,14 @@ class _Predictions:
         return (settings or parse_options(self.options)).plan(link, self.hardware.memory_bytes)
 
     def graphs_of(self, plan: Plan) -> tuple[list[Traced], int]:
-        """Return the cached result of `_traced`: for one rank or several; if memory is limited, for this link."""
+        """Return the result of `_traced`, cached for one rank and for several; if memory is limited, for each link."""
         kind = plan.link if self.arguments.memory_limit else plan.link.world == 1
         if kind not in self.traced:
             self.traced[kind] = _traced(self.arguments, plan)
         return self.traced[kind]
 
     def predict(self, plan: Plan, caches: bool = False, graphs: list[Traced] | None = None) -> Explanation:
-        """Predict a step. `caches`: parameters stay unsharded between microbatches. `graphs`: replace `plan`'s own."""
+        """Predict a step. `caches`: parameters stay unsharded between microbatches. `graphs`: default, `graphs_of`."""
         of_link, parameters = self.graphs_of(plan)
         measured = self.measured.over(plan.link.wire.transport, plan.link.world)
         link = replace(measured, narrow=plan.link.narrow, hosts=plan.link.hosts)

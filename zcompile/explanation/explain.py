@@ -22,9 +22,6 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
     Traces `model(*args, **kwargs)` and its backward. The forward also runs once, so that graphs after a graph break are
     traced, too. All ranks must call this, as they would call a forward. Pass the model, not torch.compile's result.
 
-    The plan is for the graphs as Inductor decomposes them, before Inductor simplifies them. It is the same on every
-    rank, except for the sizes of shards.
-
     Args:
         options: as for `torch.compile(model, backend="zcompile", options=...)`.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from zcompile.explanation.planned_graph import Gather, PlannedGraph, Width
 
 GIB, MIB = 1 << 30, 1 << 20
-ROWS = 12  # of each graph's gathers: first the largest of those that are exposed, then the largest of all
+ROWS = 12  # most gathers of a graph in the text: those with the most exposed time, then the largest
 GATHER_COLUMNS = ("MiB", "dtype", "bucket", "starts", "arrives", "dies", "transfer us", "exposed us", "")
 
 
@@ -25,18 +25,17 @@ class Explanation:
     optimizer_ms: float
     step_ms: float  # predicted milliseconds of the step
     exposed_ms: float
-    peak_bytes: int  # predicted peak memory of one rank, with the transport's own memory as far as it is known
+    peak_bytes: int  # predicted peak memory of one rank
     # The part of `peak_bytes` that lives as long as the model: shards, the optimizer's state, the transport's memory.
     static_bytes: int
-    gradient_bytes: int  # bytes of the gradients at the optimizer's step, which `static_bytes` does not contain
-    adding_ms: float  # predicted milliseconds of an op that adds one microbatch's gradients to the earlier ones
+    gradient_bytes: int  # of this rank's gradients at the optimizer's step, which `static_bytes` does not contain
+    adding_ms: float  # predicted milliseconds to add one microbatch's gradients to the earlier ones
     rests_on: str  # the origin of the machine's rates, such as `zcompile calibrate`
     # The same graphs inside of `zcompile.accumulate`, where parameters that an earlier graph of the step gathered may
     # still be unsharded. Empty if no parameter stays unsharded.
     cached_graphs: tuple[PlannedGraph, ...]
     cached_bytes: int  # bytes of the parameters that stay unsharded between the microbatches of `zcompile.accumulate`
-    # The share of activations that forwards save; see `zcompile.options.Settings`.
-    activation_memory_budget: float = 1.0
+    activation_memory_budget: float = 1.0  # the option of this name: the share of activations that forwards save
     # By dtype, elements and bytes of gathered parameters. Those that eager code gathers count only here.
     widths: tuple[Width, ...] = ()
     # Segments of forwards, such as half of a decoder layer, that backwards recompute to keep to `memory_limit`.
@@ -86,7 +85,7 @@ class Explanation:
 
 
 def comparison(what: str, explanations: Sequence[tuple[float, Explanation]]) -> str:
-    """Return a table with a row for each (number, explanation). `what` is the numbers' heading, such as "ranks"."""
+    """Return a table with a row for each (number, explanation). `what` is the heading of numbers, such as "ranks"."""
     columns = ("step ms", "exposed ms", "slowed ms", "peak GiB", "saved MiB", "unsharded at once MiB", "gathered MiB")
     rows = [
         (
@@ -105,7 +104,7 @@ def comparison(what: str, explanations: Sequence[tuple[float, Explanation]]) -> 
 
 
 def table_text(first: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return `rows` as a table of text under headings. The first column is aligned to the left, others to the right."""
+    """Return `rows` as a table of text under the headings `first` and `columns`."""
     table = [(first, *columns), *rows]
     widths = [max(map(len, column)) for column in zip(*table)]
     lines = []
@@ -116,7 +115,7 @@ def table_text(first: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 
 
 def graph_text(graph: PlannedGraph) -> str:
-    """Return the text about one graph: a heading with its predicted times and sizes, and a table of its gathers."""
+    """Return the text about one graph: its predicted times and sizes, and a table of its gathers."""
     lines = [_heading(graph), ""]
     for matrix in graph.rows:
         lines.append(

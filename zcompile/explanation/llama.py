@@ -1,4 +1,4 @@
-"""The decoder of Llama's shape, in several sizes, that `zcompile explain` and `zcompile profile` have built in."""
+"""The decoder of Llama's shape that `zcompile explain` and `zcompile profile` have built in."""
 
 from dataclasses import dataclass
 
@@ -52,7 +52,7 @@ class Block(nn.Module):
         self.down = nn.Linear(size.hidden, width, bias=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Return the block's output, which has the shape of `x`, [batch, tokens, width]."""
+        """Return the block's output, [batch, tokens, width] as `x`."""
         batch, tokens, _ = x.shape
         h = self.attention_norm(x)
         q = rotate(self.query(h).view(batch, tokens, self.heads, -1).transpose(1, 2), cos, sin)

@@ -34,7 +34,7 @@ class Gather:
 
 @dataclass(frozen=True)
 class Rows:
-    """An embedding whose rows are gathered alone, those that a batch reads. `nbytes` is the size of these rows."""
+    """An embedding of which only the rows that a batch reads are gathered. `nbytes`: of these rows."""
 
     parameter: str
     dtype: str
@@ -60,12 +60,10 @@ class PlannedGraph:
     kind: str  # "forward" or "backward"
     nodes: int
     gathers: tuple[Gather, ...]  # the all-gathers of whole parameters, in the order in which they start
-    # Embeddings whose rows alone are gathered, where they are read. Passes do not move these gathers.
-    rows: tuple[Rows, ...]
+    rows: tuple[Rows, ...]  # embeddings of which only rows are gathered
     gathered_bytes: int
     reduced_bytes: int
-    # Limit of the bytes of gradients that are reduced at once. One gradient alone may be larger.
-    reduce_budget_bytes: int
+    reduce_budget_bytes: int  # most bytes of gradients that are reduced at once; one gradient alone may be larger
     compute_ms: float
     exposed_ms: float
     slowed_ms: float
@@ -73,11 +71,10 @@ class PlannedGraph:
     bound_bytes: int  # the largest `unsharded_bytes` that `gather_budget_bytes` allows
     live_bytes: int  # most bytes of tensors at once, except shards: activations, unsharded parameters, gradients
     saved_bytes: int  # for a backward, the bytes that its forward saved for it; for a forward, 0
-    # Time that compute waits for transfers in any schedule, even with unlimited memory (bound.py).
-    least_exposed_ms: float = 0.0
-    # The main cause of `exposed_ms`: "wire", transfers take too long for any schedule; "budget", the limit of bytes
-    # that are unsharded or being reduced at once; "order", the places and the order in which transfers start. Empty if
-    # less than 0.5% of the graph's time is exposed.
+    least_exposed_ms: float = 0.0  # the least that any schedule exposes, with unlimited memory (bound.py)
+    # The main cause of `exposed_ms`: "wire", transfers take too long for any schedule; "budget", the limits of bytes
+    # that are unsharded, or being reduced, at once; "order", the places and the order in which transfers start. Empty
+    # if less than 0.5% of the graph's time is exposed.
     held_by: str = ""
     # (op, milliseconds) for each op without a cost formula (`register_cost`): estimated from its tensors' bytes.
     without_formula: tuple[tuple[str, float], ...] = ()
@@ -90,7 +87,8 @@ class PlannedGraph:
 def in_order(graphs: Sequence[PlannedGraph]) -> list[tuple[PlannedGraph, int]]:
     """Return the graphs of a step in the order in which they run: all forwards, then the backwards in reverse.
 
-    Each comes with the bytes that others hold for their backwards meanwhile. `graphs` has forwards before backwards.
+    With each graph come the bytes that other graphs have saved for their backwards while it runs. In `graphs`, each
+    forward is directly before its backward.
     """
     forwards: list[tuple[PlannedGraph, int]] = []
     backwards: list[tuple[PlannedGraph, int]] = []

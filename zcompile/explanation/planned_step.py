@@ -24,10 +24,10 @@ class PlannedStep:
 def step_of(explained: Explanation, microbatches: int) -> PlannedStep:
     """Predict a step of `microbatches` microbatches. Gradients live until the optimizer's step.
 
-    If `explained` says that parameters stay unsharded between microbatches, the step runs in `zcompile.accumulate`.
-    Otherwise, an extra op adds up gradients after each backward but the first.
+    If `explained.cached_graphs` is not empty, the step runs in `zcompile.accumulate`. Otherwise, an extra op adds up
+    gradients after each backward but the first.
     """
-    # Gradients of earlier microbatches have moved out of the transport's memory.
+    # Of earlier microbatches' gradients, which are no longer in the transport's memory.
     earlier_bytes = GRADIENT_BYTES * -(-explained.parameters // explained.world)
     caches = microbatches > 1 and bool(explained.cached_graphs)
     peak_bytes = explained.gradient_bytes if microbatches == 1 else earlier_bytes  # in the optimizer's step

@@ -32,7 +32,7 @@ from zcompile.graph.param_lifetimes import ParamLifetimes
 from zcompile.options import Plan
 from zcompile.passes import pipeline
 
-LITTLE = 0.005  # of a graph's time that is exposed is not worth a reason
+LITTLE = 0.005  # share of a graph's time; if less is exposed, `held_by` is empty
 UNLIMITED_BYTES = 1 << 60
 
 Key = tuple[str, str]  # a parameter's name, and the dtype in which it is gathered
@@ -65,7 +65,7 @@ def predict_step(
     static_bytes, own_fraction = state_bytes(parameters, link), 1.0
     over_hosts_ms = _over_hosts_ms(link, parameters, graphs)
     if link.wire.transport == "p2p":
-        # A rank's own piece of an unsharded parameter is that of its cached shard (csrc/p2p/aliased_params.h).
+        # A rank's own piece of an unsharded parameter is in its cached shard (csrc/p2p/aliased_params.h).
         own_fraction = (link.world - 1) / link.world
     return Explanation(
         world=link.world,
@@ -99,7 +99,7 @@ def _over_hosts_ms(link: Link, parameters: int, graphs: Sequence[PlannedGraph]) 
     gather_ms = sum_ms = 0.0
     if hosts.shards_states:
         gather_ms = 1e3 * link.network_s(hosts.gathered_bytes(-(-parameters // link.world)), hosts.count)
-        if link.wire.transport != "p2p":  # gathers wait for the host shards that they read; peer to peer, for all
+        if link.wire.transport != "p2p":  # forwards hide it: a gather waits only for its host shard; with p2p, for all
             gather_ms = max(0.0, gather_ms - sum(graph.total_ms for graph in graphs if graph.kind == "forward"))
     if not link.sums_in_reduces:
         sum_ms = 1e3 * link.sum_over_hosts_s(parameters * hosts.itemsize)
@@ -107,7 +107,7 @@ def _over_hosts_ms(link: Link, parameters: int, graphs: Sequence[PlannedGraph]) 
 
 
 def _widths(graphs: Sequence[PlannedGraph], link: Link, in_eager: Iterable[Width]) -> tuple[Width, ...]:
-    """Return, for each dtype of transfers, the elements and bytes of gathered parameters. Each counts once."""
+    """Return, for each dtype of transfers, the elements and bytes of gathered parameters. A parameter counts once."""
     widths = list(in_eager)
     for gather in {gather.parameter: gather for graph in graphs for gather in graph.gathers}.values():
         dtypes = gather.dtype if link.narrow is None else link.narrow.dtypes
@@ -120,7 +120,7 @@ def _widths(graphs: Sequence[PlannedGraph], link: Link, in_eager: Iterable[Width
 
 
 def _cached(graphs: Sequence[PlannedGraph], microbatch_cache_bytes: int) -> dict[Key, int]:
-    """Return (name, dtype) -> bytes of parameters that stay unsharded between microbatches: the first that fit."""
+    """Return (name, dtype) -> bytes of parameters that stay unsharded between microbatches: the first read that fit."""
     cached: dict[Key, int] = {}
     for graph, _ in in_order(graphs):
         for gather in sorted(graph.gathers, key=lambda gather: gather.arrives):
@@ -132,7 +132,7 @@ def _cached(graphs: Sequence[PlannedGraph], microbatch_cache_bytes: int) -> dict
 def _planned(
     traced: Traced, plan: Plan, link: Link, traced_world: int, cached: Collection[Key] | None = None
 ) -> PlannedGraph:
-    """Plan and predict one graph. `cached`: the parameters that `accumulate` keeps unsharded; None outside of it."""
+    """Plan and predict one graph. `cached`: the parameters that stay unsharded in `accumulate`; None outside of it."""
     graph, copies = copied(traced.graph)
     pipeline.run_passes(graph, pipeline.schedule_passes(plan))
     names = {copies[node]: name for node, name in traced.names.items()}
@@ -225,5 +225,5 @@ def _dtype_name(node: Node) -> str:
 
 
 def _shards(graph: Graph, named: Collection[Node]) -> set[Node]:
-    """Return the inputs that are shards, which outlive the graph: those with names, and those gathered or reduced."""
+    """Return the inputs that are shards: those with names, and those of gathers and reduces."""
     return {*named, *(shard for start in calls(graph, *GATHERS, GATHER_ROWS, *REDUCES) for shard in shards_of(start))}

@@ -18,11 +18,11 @@ from zcompile.state.attributes import PLANS
 
 @dataclass(frozen=True)
 class Traced:
-    """A graph before passes schedule its transfers, and the names of the parameters whose shards are its inputs."""
+    """A forward or backward graph before passes schedule its transfers."""
 
-    kind: str
+    kind: str  # "forward" or "backward"
     graph: Graph
-    names: Mapping[Node, str]
+    names: Mapping[Node, str]  # input that is a shard -> name of the parameter
     activation_memory_budget: float = 1.0  # the share of activations that forward saves for backward
     recomputed_segments: int = 0  # number of segments of forward that backward recomputes, for a limit of memory
 
@@ -43,8 +43,8 @@ def trace(
         decompositions: op -> function that replaces the op by other ops in the graphs.
 
     Returns:
-        For each of Dynamo's graphs, its forward and, if it has one, its backward. The passes on the joint graph of both
-        have run. The passes that schedule transfers have not.
+        For each of Dynamo's graphs, its forward and, if it has one, its backward, after the joint passes and before the
+        schedule passes.
     """
     traced: list[Traced] = []
 
@@ -58,7 +58,7 @@ def trace(
         return compile_aot_eager(gm, example_inputs, limit, look, decompositions=decompositions)
 
     setattr(backend, PLANS, True)
-    # Dynamo compiles a code object a limited number of times. So each trace has a code object of its own.
+    # Dynamo compiles a code object only a limited number of times, so each trace has one of its own.
     fresh = types.FunctionType(_call.__code__.replace(), globals())
     with (
         torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
@@ -75,10 +75,9 @@ def trace(
 
 @contextlib.contextmanager
 def without_compiled_calls(model: nn.Module) -> Iterator[None]:
-    """Within the `with` block, let calls of `model` and its modules run as before `module.compile()`, without its code.
+    """In the `with` block, calls of `model` and its modules run without the code that `module.compile()` made.
 
-    Why: if Dynamo does not trace the call of a module, eager code would run the module's own compiled code, whose
-    graphs the backend of the trace would not see.
+    Why: where Dynamo does not trace, eager code would call that code, and the trace would lack its graphs.
     """
     compiled = {each: each._compiled_call_impl for each in model.modules() if "_compiled_call_impl" in each.__dict__}
     for module in compiled:

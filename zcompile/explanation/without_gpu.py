@@ -1,12 +1,11 @@
 """Lets `zcompile explain` trace, without a GPU, the graphs that a GPU would run.
 
-On the CPU, torch runs attention as plain matmuls if its only fused kernel does not support the inputs, such as values
-that are narrower than queries (DeepSeek-V3). The graph then contains the attention scores, with their memory and time.
-A GPU has a fused kernel for such inputs. Its op has a fake implementation on any device, so a traced graph can have it.
+On CPUs, torch has one fused attention kernel. For inputs that it does not support, such as values that are narrower
+than queries (DeepSeek-V3), the graph has plain matmuls with the memory and time of attention scores. On a GPU, another
+fused kernel runs. Its op has a fake implementation on any device, so a traced graph can have it.
 
-To know which tensors a user's Triton kernel writes, torch compiles the kernel to Triton's first representation, and
-Triton asks its driver for the type of GPU. Without a GPU, torch assumes that the kernel writes every argument, and
-inserts copies that a real run would not have.
+To know which tensors a user's Triton kernel writes, torch asks Triton, whose driver must name a type of GPU. If that
+fails, torch assumes that the kernel writes every argument, and inserts copies that a real run would not have.
 """
 
 import contextlib
@@ -24,15 +23,15 @@ from zcompile.costs.hardware import Hardware
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST_FLASH = 256  # of a head
 ALIGNED = 8  # elements; GPU kernels take heads whose width is a multiple of it
-CAPABILITY, WARP_THREADS = 90, 32  # of Hopper; which arguments are written is the same for every GPU
+CAPABILITY, WARP_THREADS = 90, 32  # of Hopper; a kernel writes the same arguments on every GPU
 
 
 @contextlib.contextmanager
 def attention_of_gpus(hardware: Hardware) -> Iterator[None]:
     """In the `with` block, models that are traced on fake CPU tensors get the attention ops of the GPU `hardware`.
 
-    For scaled_dot_product_attention, `DeviceAttention` chooses the op. Flex attention stays one op, and torch refuses
-    its backward on CPUs. So until the block ends, torch's check of its device is off, in the whole process.
+    Torch refuses the backward of flex attention on CPUs, so in the block its check of the device is off, in the whole
+    process.
     """
     check = flex_attention._validate_device
     flex_attention._validate_device = lambda query, key, value: None
@@ -44,11 +43,10 @@ def attention_of_gpus(hardware: Hardware) -> Iterator[None]:
 
 
 class DeviceAttention(TorchFunctionMode):
-    """In this mode, a model traced on fake tensors calls the attention op that a GPU would run.
+    """In this mode, `scaled_dot_product_attention` of fake tensors calls the op that a GPU would run.
 
-    It is cuDNN's op on GPUs on which torch prefers cuDNN. If flash attention would run, torch's CPU op stays; its cost
-    is that of flash attention. With a mask, dropout, or values of another width than queries, it is the op of the
-    memory-efficient kernel. Heads whose width is no multiple of 8, and grouped queries without cuDNN, keep the CPU's.
+    It is cuDNN's op where torch prefers cuDNN, and the memory-efficient kernel's op with a mask, dropout, or values of
+    another width than queries. Otherwise torch's CPU op stays; its fused kernel has the cost of flash attention.
     """
 
     def __init__(self, hardware: Hardware):

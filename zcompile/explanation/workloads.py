@@ -18,7 +18,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class BadInput(ValueError):
-    """The user's command line is wrong or not possible. The text is one sentence for the user."""
+    """The user's command line is wrong or not possible. The text is for the user."""
 
 
 @dataclass
@@ -158,7 +158,7 @@ def function_of(where: str, import_file: Callable[[Path], ModuleType] = import_a
 
 
 def built_by(build: Callable[[], Any], where: str) -> Any:
-    """Return `build()`, which must be (module, batch, loss). `where`: the name of this function, for errors."""
+    """Return `build()`, which must be (module, batch, loss). `where`: file and name of `build`, for errors."""
     made = build()
     if not isinstance(made, tuple) or len(made) != 3:
         raise BadInput(f"{where} must return a module, batch(step, rank) and loss(module, batch)")
