@@ -1,4 +1,4 @@
-"""`zcompile calibrate`: measures the rates of this machine, by which passes plan transfers."""
+"""`zcompile calibrate`: starts the ranks that measure this machine, and prints and saves what they measured."""
 
 import argparse
 import os
@@ -83,7 +83,7 @@ def _measure(output: Path | None) -> int:
 
 
 def describe(calibration: Calibration) -> str:
-    """Return a table as text: for each rate, the shipped value, the measured value, and the one that passes use."""
+    """Return a table as text: for each rate, the shipped value, the measured one, and the one that plans use."""
     shipped = calibration.shipped
     rows = [
         (name, *(f"{figure / unit:.3g}" for figure in figures))

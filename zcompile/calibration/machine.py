@@ -1,7 +1,7 @@
 """Makes the ranks of a mesh agree on the hardware for which passes plan transfers: table of rates, and memory size.
 
-Ranks may have different devices, or different calibration files in their home directories, but must make the same plan.
-So each rank reports its own hardware, and all ranks use the rates of the first rank and the least memory of any rank.
+Ranks may have different devices or calibration files, but must make the same plan. So each rank reports its hardware,
+and all ranks use the rates of the first rank and the least memory of any rank.
 """
 
 import functools
@@ -31,8 +31,8 @@ class LocalMachine:
     """The hardware of one rank, as this rank reports it to the other ranks."""
 
     device: str  # name of the device
-    calibration: str  # of the device, as JSON; "" if there is none
-    notice: str  # a warning for the user if there is no calibration
+    calibration: str  # the saved rates of the device, as JSON; "" if there are none
+    notice: str  # a warning for the user if there are none; else ""
     # (name of the host or GPU whose memory the rank uses, bytes of this memory, least number of ranks that share it)
     memory: tuple[str, int, int]
 
@@ -43,9 +43,8 @@ class Machine:
 
     hardware: Hardware  # the table for plans; see `tables_of`
     measured: Hardware  # the table for predictions
-    # The total memory of the rank with the least, rounded down to a power of two (80 GB become 64 GiB), so that almost
-    # equal machines give the same plan. Not free memory: this differs from run to run, and so would the plans, whose
-    # compiled graphs would then not be found in caches.
+    # The total memory of the rank with the least, rounded down to a power of two, so that almost equal machines give
+    # the same plan. Free memory differs from run to run: plans would, too, and compile caches would miss.
     memory_bytes: int
 
 
@@ -75,13 +74,13 @@ def common_machine(mesh: DeviceMesh, reports: Sequence[LocalMachine]) -> Machine
     shipped = table_of_name(first.device)[0] if on_gpu else CPU
     calibration = Calibration.from_json(first.calibration) if first.calibration else None
     hardware, measured = (shipped, shipped) if calibration is None else tables_of(shipped, calibration)
-    # Ranks of a fake group will have GPUs of their own.
+    # In the run for which a fake group stands, each rank has a GPU of its own.
     sharing = reports[:1] if on_gpu and is_fake(mesh) else reports
     return Machine(hardware, measured, least_share([report.memory for report in sharing]))
 
 
 def least_share(ranks: list[tuple[str, int, int]]) -> int:
-    """Return the bytes of memory of the rank with the least memory, rounded down to a power of two.
+    """Return the least memory of a rank in bytes, rounded down to a power of two.
 
     `ranks`: `LocalMachine.memory` of each rank. The ranks of a host or GPU get equal shares of its memory.
     """

@@ -15,10 +15,10 @@ from zcompile.costs.hardware import ADAM_BYTES
 T = TypeVar("T")
 
 WARM_UP_S = 1.0  # of matmuls before measuring: a GPU that was idle is faster until it reaches its power limit
-ROUNDS = 5  # per measurement, whose median is taken
+ROUNDS = 5  # of calls; the median round counts
 ROUND_S = 0.05  # approximate length of a round, so that clocks settle
 MOST_CALLS = 1000  # in a round
-SLOW_S = 0.2  # Longer calls are not timed in rounds, but twice: without bf16 instructions, a matmul takes seconds.
+SLOW_S = 0.2  # a call that takes longer is timed only twice, not in rounds
 COLD_BYTES = 64 << 20  # of operands between which a CPU's matmuls alternate, more than most caches hold
 ADAM_TENSORS = 8
 MOST_AHEAD_S = 0.05  # longest wait of the device for the host before a round
@@ -34,8 +34,7 @@ class Sizes(NamedTuple):
     inner: int
     columns: int
     attention: tuple[int, int, int, int]  # batch, heads, sequence length, width of a head
-    # Size of each of the two inputs of the measured pointwise kernel, and of all parameters in the measured AdamW step.
-    memory_bytes: int
+    memory_bytes: int  # of each input of the measured pointwise kernel, and of all parameters in the AdamW step
 
 
 GPU_SIZES = Sizes((2048, 4096, 8192), (2048, 8192, 32768), 16, 2048, 1408, (4, 16, 4096, 128), 512 << 20)
@@ -89,10 +88,7 @@ def hold_device(host_s: float) -> None:
 
 
 def measure_compute(device: torch.device) -> dict[str, Any]:
-    """Measure the kernels of `device`, after `warm_up`. Return fields of `zcompile.calibration.results.Calibration`.
-
-    Kernels that the device does not have, such as fp8 matmuls on an older GPU, are left out.
-    """
+    """Measure the kernels that `device` has, after `warm_up`. Return fields of `Calibration` (results.py)."""
     on_gpu = device.type == "cuda"
     sizes, dtypes = (GPU_SIZES, GPU_DTYPES) if on_gpu else (CPU_SIZES, CPU_DTYPES)
     matmuls = {dtype: _if_possible(partial(_matmul_rate, device, dtype, sizes)) for dtype in dtypes}
@@ -114,7 +110,7 @@ def measure_compute(device: torch.device) -> dict[str, Any]:
 
 
 def warm_up(device: torch.device) -> None:
-    """Run matmuls on a GPU for WARM_UP_S seconds, until its power limit lowers its clock, as in a training step."""
+    """Run matmuls on a GPU for WARM_UP_S seconds, until its power limit lowers its clock, as in training."""
     if device.type != "cuda":
         return
     product = square_product(device, torch.float16, GPU_SIZES.products[-1])
@@ -125,7 +121,7 @@ def warm_up(device: torch.device) -> None:
 
 
 def pace_s(device: torch.device) -> float:
-    """Return the seconds of one fp32 matmul. If results vary, the machine's speed varied. A call takes about 0.3 s."""
+    """Return the seconds of one fp32 matmul: the results of several calls show whether the machine's speed varies."""
     n = (GPU_SIZES if device.type == "cuda" else CPU_SIZES).products[1]
     return seconds_of(square_product(device, torch.float32, n), device)
 
@@ -140,8 +136,7 @@ def _if_possible(measure: Callable[[], T]) -> T | None:
 def _matmul_rate(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
     """Return the operations per second of matmuls of `dtype`, the median over `sizes.products`.
 
-    In a training step, operands are seldom in the CPU's caches, which costs a fifth of the speed. So on CPUs, each call
-    uses another of several copies of the operands. On GPUs, this cost was not measured, and there is one copy.
+    On CPUs, calls alternate between copies of the operands: in a training step, operands are seldom in caches.
     """
 
     def seconds(n: int) -> float:

@@ -35,10 +35,10 @@ ops = torch.ops.zcompile
 GPU_BYTES = tuple(MIB * mib for mib in (1, 4, 16, 64, 128, 256))
 CPU_BYTES = tuple(1024 * kib for kib in (16, 64, 256, 1024, 4096, 16384))
 GPU_PRODUCT, CPU_PRODUCT = 4096, 256  # rows of the matmuls that run beside transfers
-SEVERAL = 8  # transfers in a row on GPUs, where one alone is short
+SEVERAL = 8  # GPU transfers below LARGE_BYTES that are timed in a row, because one alone is short
 CPU_GROUP = 8  # tensors per transfer on CPUs, because packing them takes time
 LARGE_BYTES = 8 * MIB
-ROUNDS = 15  # per measurement, whose lower quartile is taken
+ROUNDS = 15  # of calls; the lower quartile counts
 
 
 @torch.inference_mode(False)
@@ -48,8 +48,8 @@ def calibrate(mesh: DeviceMesh | None = None, *, write: bool = True) -> Calibrat
 
     All ranks must call this, with nothing else running on the machine. It takes less than 20 s. Afterwards,
     `zcompile.shard` uses each measured rate that differs by more than a quarter from the rate that zcompile ships for
-    this device. All ranks use the first rank's rates. The same matmul is timed three times. If the times differ too
-    much, so that the rates are unreliable, `pace_warning` of the result is a text that says so.
+    this device. All ranks use the first rank's rates. One matmul is timed three times. If its times differ too much for
+    reliable rates, `pace_warning` of the result says so.
 
     Args:
         mesh: the ranks to measure; parameters will be sharded over its last dimension. Default: all ranks, on GPUs if
@@ -122,7 +122,7 @@ def _wires(mesh: DeviceMesh, device: torch.device) -> list[Wire]:
 
 
 class _Transport:
-    """Measures transfers over one transport, which the caller must select in `runtime` before `wire` runs."""
+    """Measures transfers over one transport. The caller must select it in `runtime` before `wire`."""
 
     def __init__(self, name: str, runtime: _C.Model, mesh: DeviceMesh, device: torch.device):
         self.name, self.runtime, self.device = name, runtime, device
@@ -169,7 +169,7 @@ class _Transport:
     def _points(self, start: Callable[[int], Callable[[], Any]]) -> Points:
         """Measure, for each size of transfer, (bytes that a rank receives, seconds on the slowest rank).
 
-        If a transfer takes longer than a larger one, it was disturbed, and the result has the larger one's time for it.
+        A transfer that took longer than a larger one was disturbed, and gets the larger one's time.
         """
 
         def transfer(i: int) -> None:
@@ -185,7 +185,7 @@ class _Transport:
         return tuple(points[::-1])
 
     def _interference(self, transfer_s: float) -> float:
-        """Return by how many seconds, 0 to 1, one second of a transfer delays matmuls that run at the same time."""
+        """Return by how many seconds, 0 to 1, a second of transfer delays matmuls that run at the same time."""
         on_gpu = self.device.type == "cuda"
         dtype, rows = (torch.bfloat16, GPU_PRODUCT) if on_gpu else (torch.float32, CPU_PRODUCT)
         product = square_product(self.device, dtype, rows)
@@ -205,10 +205,10 @@ class _Transport:
     def _seconds(self, call: Callable[[], Any], count: int = 1) -> float:
         """Return the seconds of one `call()`, timed over `count` calls that all ranks begin at about the same time.
 
-        On GPUs, one untimed call comes first. If it is a collective, the devices of all ranks then begin together.
+        On GPUs, an untimed call comes first: if it is a collective, the devices of all ranks then begin together.
         """
         times = []
-        host_s = MOST_AHEAD_S  # a first guess; the host may need more time to start transfers than they take
+        host_s = MOST_AHEAD_S  # a first guess of the time in which the host launches a round, while the device waits
         for _ in range(ROUNDS + 2):
             all_gather_object(self.group, None)
             if self.device.type == "cuda":
@@ -238,8 +238,8 @@ class _Transport:
 def _in_backward(measure: Callable[[], Any]) -> Any:
     """Call `measure` inside of an autograd backward, and return the result of `measure`.
 
-    Why: outside of a backward, the p2p transport takes the second all-gather of a parameter for that of the next
-    forward, and copies all shards into its cache again, which added 0.3 ms to each transfer.
+    Why: outside of a backward, the p2p transport takes the second gather of a parameter for that of the next forward,
+    and first copies all shards into its cache again.
     """
     measured: list[Any] = []
     result = torch.zeros((), requires_grad=True).clone()

@@ -1,4 +1,4 @@
-"""Reads the total memory of a host or container, which is the same in each run of a job, unlike free memory."""
+"""Reads the total memory of a host or container."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def host_memory_bytes() -> int:
-    """Return the bytes of memory that all processes of this machine, or of this container, may use in total."""
+    """Return the bytes of memory that all processes of this machine or container may use in total."""
     physical_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([physical_bytes, *cgroup_limits()])
 
@@ -14,7 +14,7 @@ def host_memory_bytes() -> int:
 def cgroup_limits(root: Path = Path("/")) -> list[int]:
     """Return the memory limits, in bytes, of this process's Linux control groups (v1 or v2) and of their parents.
 
-    In version 1, a group without a limit has a value near 2 ** 63. Tests pass another `root`, with `proc` and `sys`.
+    In v1, a group without a limit has a value near 2 ** 63. Tests pass a `root` of their own, with `proc` and `sys`.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

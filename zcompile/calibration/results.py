@@ -1,9 +1,9 @@
 """Rates that `zcompile calibrate` measured: stored as JSON in ~/.cache/zcompile, and merged with shipped rates.
 
 A file is for one type of device and one number of ranks, and valid only with the driver and torch versions in it.
-Passes plan transfers by a measured rate only if it differs by more than a quarter from the shipped rate. So if a
-machine is measured twice, or equals another, its plans are the same, and compiled graphs are found in caches. `zcompile
-explain` predicts by all measured rates. machine.py reads the file when a model is sharded.
+Passes plan transfers by a measured rate only if it differs by more than a quarter from the shipped rate, so that a
+second measurement seldom changes plans, whose compiled graphs are in caches. `zcompile explain` predicts by all
+measured rates. machine.py reads the file when a model is sharded.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from zcompile.costs.hardware import CPU, Hardware, Points, Wire, table_of_name
 from zcompile.whole_files import write
 
 VERSION = 4  # of the file format: raised when other rates are measured
-DIFFERS = 0.25  # a measured figure replaces the shipped one if it differs by more than this share
+DIFFERS = 0.25  # in plans, a measured rate replaces the shipped one if it differs by more than this share
 UNEVEN = 1.15  # `Calibration.pace_ratio` above which users get a warning
 DIGITS = 2  # significant digits that are kept: the others change from run to run
 
@@ -38,18 +38,15 @@ class Calibration:
     torch: str  # version of torch
     world: int  # number of ranks between which transfers were measured
     memory_bytes: int  # total memory of one GPU, or of the host
-    # (dtype, operations per second of matmuls) for each dtype, such as "bfloat16".
-    matmul_flops_s: tuple[tuple[str, float], ...]
-    # Speed of bf16 grouped matmuls divided by that of plain ones; None if it was not measured.
-    grouped_share: float | None
-    # (kernel, operations per second of attention); see `hardware.ATTENTION_SHARES`.
-    attention_flops_s: tuple[tuple[str, float], ...]
+    matmul_flops_s: tuple[tuple[str, float], ...]  # (dtype, such as "bfloat16", operations per second of matmuls)
+    grouped_share: float | None  # speed of bf16 grouped matmuls divided by that of plain ones; None: not measured
+    attention_flops_s: tuple[tuple[str, float], ...]  # (kernel of `hardware.ATTENTION_SHARES`, operations per second)
     bytes_s: float  # bytes per second that a pointwise kernel reads and writes
     adam_bytes_s: float  # bytes per second that fused AdamW reads and writes
     kernel_s: float  # seconds that a kernel on a tiny tensor takes
     wires: tuple[Wire, ...]  # times of transfers, one `Wire` for each transport
-    # The longest time of a certain matmul divided by its shortest, on the rank where this is largest. It is timed
-    # before, between and after the other measurements. 1 means that the speed did not vary.
+    # A matmul is timed before, between and after the other measurements: its longest time divided by its shortest, on
+    # the rank where this ratio is largest.
     pace_ratio: float = 1.0
 
     def to_json(self) -> str:
@@ -91,7 +88,7 @@ class Calibration:
 
     @property
     def shipped(self) -> Hardware:
-        """The rates that zcompile ships for the device, or those of another device if it ships none for this one."""
+        """The rates that zcompile ships for the device or, if it ships none, for another one."""
         return table_of_name(self.device)[0] if self.driver else CPU
 
 
@@ -109,8 +106,7 @@ def rounded(figure: float) -> float:
 def merged(shipped: Hardware, calibration: Calibration, differs: float = DIFFERS) -> Hardware:
     """Return `shipped` with each rate replaced whose measured value differs by more than `differs` (0.25: a quarter).
 
-    The default gives the rates for planning transfers, which then seldom change. 0 gives the rates for predictions. If
-    no rate is replaced, the result is `shipped` itself.
+    The default gives the rates for plans, 0 those for predictions. If no rate differs, the result is `shipped` itself.
     """
     changed: list[str] = []
 
@@ -148,7 +144,7 @@ def merged(shipped: Hardware, calibration: Calibration, differs: float = DIFFERS
     if not changed:
         return shipped
     machine = calibration.device
-    if differs == 0 and calibration.pace_warning:  # not in the table for plans, whose text is in cache keys
+    if differs == 0 and calibration.pace_warning:  # not for plans: keys of compile caches contain their text
         machine += f", whose speed varied by {calibration.pace_ratio:.1f} x"
     return replace(
         shipped,
