@@ -10,7 +10,7 @@ built_for_torch: str  # version of the torch that this was built for
 built_with_cuda: bool
 
 class Stats(TypedDict):
-    """What a model moved since reset_stats(). Not a name of the compiled module."""
+    """What a model moved since reset_stats(). This type is only in this file, not in the compiled module."""
 
     gathered_bytes: dict[str, int]  # bytes of unsharded tensors, by dtype ("bfloat16")
     reduced_bytes: dict[str, int]
@@ -19,9 +19,9 @@ class Stats(TypedDict):
     gathers: int
     reduces: int
     peak_unsharded_bytes: int  # most bytes of gathered storages alive at once
-    own_bytes: int  # of both, what this model alone moved
+    own_bytes: int  # gathered and reduced bytes that this model alone moved
     transport: str
-    transport_bytes: int  # device memory that the transport has for itself
+    transport_bytes: int  # device memory of the transport's own buffers
 
 class Model:
     """The sharded parameters of one model and what happened to them; csrc/runtime/model.h."""
@@ -57,7 +57,7 @@ class Model:
     def replace(self, index: int, shard: Tensor) -> None: ...
     def watch(self, index: int, main_params: Sequence[Tensor]) -> None: ...
     def guard_data(self, index: int, parameter: Tensor) -> None: ...
-    # -1: none. `parameters` are all of them, by index.
+    # Index of a parameter whose `.data` was assigned, or -1. `parameters`: all of them, by index.
     def assigned_data(self, parameters: Sequence[Tensor]) -> int: ...
     def move_to_host(self, index: int, host: Tensor, narrow: Tensor) -> None:
         """Let the main parameter lie in `host`, with the values there; gathers read `narrow`, on the device."""

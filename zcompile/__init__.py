@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-# Torch's symmetric memory would make NVLink multicast objects where it can. zcompile does not use them, and on a shared
-# host, a process that dies with one can put the NVLink domain out of service. Torch reads the variable in C++, so it is
-# set here, before other threads may read the environment. A value that the user has set stays.
+# Torch's symmetric memory would make NVLink multicast objects. zcompile does not use them, and on a shared host, a
+# process that dies with one can put the NVLink domain out of service. Torch reads the variable in C++, so it is set
+# here, before other threads may read the environment.
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 from zcompile import _C
@@ -65,7 +65,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `zcompile.explain` or `zcompile.compile` at its first use, because these import Inductor."""
+    """Import `zcompile.explain` or `zcompile.compile` at its first use, because it imports Inductor."""
     if name == "explain":
         return importlib.import_module("zcompile.explanation.explain").explain
     if name == "compile":

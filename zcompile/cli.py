@@ -1,8 +1,4 @@
-"""The command `zcompile`, also `python -m zcompile`: parses the options of each subcommand, and runs it.
-
-Each subcommand is a function `run(arguments)` in a module that `COMMANDS` names. The module is imported only if its
-subcommand runs.
-"""
+"""The command `zcompile`, also `python -m zcompile`: parses the options of each subcommand, and runs it."""
 
 import argparse
 import importlib
@@ -30,7 +26,7 @@ def _width() -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of a subcommand. Reports bad input as one line on stderr, and exits with code 2."""
+    """The parser of a subcommand."""
 
     def __init__(self, name: str, command: "Command") -> None:
         about = textwrap.fill(f"{command.about} {command.when}", _width())
@@ -43,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         command.add_options(self)
 
     def error(self, message: str) -> NoReturn:
-        """Print `message` without the long usage text, which would hide it, and exit with code 2."""
+        """Print `message` as one line, without argparse's usage text, and exit with code 2."""
         self.exit(2, f"{self.prog}: {message}\n")
 
 
@@ -254,9 +250,9 @@ def _add_precompile(options: Parser) -> None:
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: its help, its options, and the module whose `run(arguments)` returns the exit code."""
+    """A subcommand."""
 
-    module: str
+    module: str  # imported only if the subcommand runs; its `run(arguments)` returns the exit code
     add_options: Callable[[Parser], None]
     about: str  # its effect, in sentences
     when: str  # when to use it, in sentences

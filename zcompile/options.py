@@ -16,12 +16,11 @@ from zcompile.costs.formulas.registry import registered_costs
 from zcompile.costs.hardware import Link
 
 TRAINABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Dtypes of parameters that may train, and that `param_dtype` casts. Others are frozen, and keep their dtype."""
+"""Dtypes of parameters that may train, and that `param_dtype` casts. Parameters of other dtypes are frozen."""
 
 TRANSPORTS = ("auto", "p2p", "nccl", "gloo")
 
-# Passes that `options={"skip_passes": [...]}` may name. Every graph needs the other passes: they make one gather and
-# one reduce per parameter, start them and wait for them, and keep forward from saving unsharded parameters by accident.
+# Passes that `options={"skip_passes": [...]}` may name. Every graph needs the other passes.
 OPTIONAL_PASSES = (
     "narrow_gathers",
     "narrow_reduces",
@@ -39,7 +38,7 @@ OPTIONAL_PASSES = (
 
 
 def bytes_of(size: str) -> int | str:
-    """Convert a size such as "70GiB", "70 GB" or "1000" to bytes. Returns `size` itself if it is not a size."""
+    """Convert a size such as "70GiB", "70 GB" or "1000" to bytes. Return `size` itself if it is no size."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B)?", size.strip())
     if found is None:
         return size
@@ -53,16 +52,13 @@ class MemoryLimit:
 
     nbytes: int  # most bytes of the rank's tensors, in all
     state_bytes: int  # the part of `nbytes` for shards, their gradients and moments, and staging buffers
-    # Share of the model's parameters that the graph reads, 0 to 1. The model's other graphs are assumed to save as many
-    # bytes of activations for each parameter.
-    share: float
-    # Indices of the Dynamo graph's inputs that are shards, or parameters that eager code has gathered.
-    shards: tuple[int, ...]
+    share: float  # of the model's parameters that the graph reads, 0 to 1, from which other graphs' bytes are estimated
+    shards: tuple[int, ...]  # indices of the Dynamo graph's inputs that are shards, or that eager code has gathered
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The configuration of the compiler passes. From it and a graph, passes decide when transfers start and end."""
+    """The settings and rates from which passes decide when transfers start and end."""
 
     link: Link  # the machine, the transport and the number of ranks; the same on all ranks
     # The options of these names, with defaults filled in; see `Settings`.
@@ -76,7 +72,7 @@ class Plan:
     disabled: tuple[str, ...] = ()  # passes to leave out, of OPTIONAL_PASSES
     costs: tuple[tuple[str, str], ...] = ()  # (op, version) of each cost formula that users registered
     memory_limit: MemoryLimit | None = None
-    # (n, i): backward recomputes forward's first n segments (graph/segments.py) from their cuts; each i-th is saved
+    # (n, i): backward recomputes forward's first n segments (graph/segments.py); of their cuts, each i-th is saved.
     recomputed: tuple[int, int] = (0, 1)
 
 
@@ -89,8 +85,8 @@ class Settings:
     equal to eager."""
 
     inductor: Mapping[str, Any] = field(default_factory=dict)
-    """Inductor settings for this model alone, as in `torch._inductor.config`. A setting must not change a graph by
-    measurements, which differ between ranks. To pad matmuls of odd sizes, set both `shape_padding` and
+    """Inductor settings for this model alone, as in `torch._inductor.config`. A setting must not let Inductor change
+    graphs by measurements, which differ between ranks. To pad matmuls of odd sizes, set both `shape_padding` and
     `force_shape_pad`."""
 
     transport: str = "auto"
@@ -100,69 +96,63 @@ class Settings:
 
     gather_budget_bytes: int | None = None
     """Most bytes of unsharded parameters that live at once in a compiled graph, besides the inputs of the op that reads
-    the most bytes. A plan starts each gather as late as compute can still hide it, so it seldom reaches this limit.
-    Under a small budget, a parameter that is read again much later is gathered again. Default: a sixteenth of a rank's
-    memory. A rank's memory is the total memory of its GPU (for CPU ranks, of the host) divided by the number of ranks
-    that share it; the least of all ranks counts, rounded down to a power of two. Free memory is not used, because it
-    differs from run to run: plans would differ too, and not be found in caches."""
+    the most bytes, or one transfer. Under a small budget, a parameter that is read again much later is gathered again.
+    Default: a sixteenth of a rank's memory. A rank's memory is the total memory of its GPU (for CPU ranks, of the host)
+    divided by the number of ranks that share it; the least of all ranks counts, rounded down to a power of two."""
 
     reduce_budget_bytes: int | None = None
     """Most bytes of gradients whose reduces are in flight: started, but not waited for. One reduce is always allowed.
-    Default: 256 MiB or, if that is more, twice the bytes on the wire of the largest gradient that the graph reduces, so
-    that the reduce of a layer's experts overlaps the computation of the next gradient."""
+    Default: 256 MiB or, if that is more, twice the bytes on the wire of the largest gradient that the graph reduces."""
 
     save_for_backward_bytes: int | None = None
     """Most bytes of unsharded parameters that are kept from forward to backward instead of being gathered again. They
-    are the parameters that forward reads last. Default: in a graph that computes the loss, the bytes of the largest
-    parameter and an eighth more, because backward begins with these parameters, when no compute can hide their gathers
-    yet. The default is 0 in other graphs, and in graphs that are compiled inside of hooks for saved tensors, such as
-    `torch.autograd.graph.save_on_cpu`. If a value is given, "p2p" has saved parameters in memory of its own, which
-    it keeps after backward, so peak memory may rise."""
+    are the parameters that forward reads last and backward first, when no compute can hide their gathers yet. Default:
+    in a graph that computes the loss, the bytes of the largest parameter and an eighth more; in other graphs, and in
+    graphs that are compiled inside of hooks for saved tensors, such as `torch.autograd.graph.save_on_cpu`, 0. If a
+    value is given, "p2p" has saved parameters in memory of its own, which it keeps after backward, so peak memory may
+    rise."""
 
     rematerialize: bool = True
-    """Recompute the results of pointwise kernels, such as the output of a norm that a matmul reads, in backward, from
-    tensors that are saved anyway, instead of saving the results too. This saves a third of the memory that a Llama
-    block keeps for backward, and costs up to 1 % of a step's time (docs/lab/measurements.md). False: recompute only
-    results that backward need not write to memory, as torch.compile does by default."""
+    """Recompute results of pointwise kernels in backward, such as the output of a norm that a matmul reads, from
+    tensors that are saved anyway, instead of saving the results too. A Llama block then keeps a third less memory for
+    backward, and a step takes up to 1 % longer (docs/lab/measurements.md). False: recompute only results that backward
+    need not write to memory, as torch.compile does by default."""
 
     activation_memory_budget: float | None = None
     """The share of activations that forward saves for backward, from 1.0 (all that torch.compile would save) to 0.0
-    (the inputs of the graph alone). Below 1.0, backward recomputes the cheapest ones, matmuls included, and gathers the
-    parameters for this again. Then no parameter is saved for backward, unless `save_for_backward_bytes` is given, and
-    `rematerialize` has no effect. Default: `torch._functorch.config.activation_memory_budget`, which is 1.0. Below 1.0,
-    the choice depends on sizes, so ranks that compile for different sizes may recompute different nodes; they then get
-    an error, not a hang."""
+    (the inputs of the graph alone). Below 1.0, backward recomputes the cheapest ones, matmuls included, and gathers
+    parameters for this again; then the default of `save_for_backward_bytes` is 0, and `rematerialize` has no effect.
+    Default: `torch._functorch.config.activation_memory_budget`, which is 1.0. Below 1.0, the choice depends on sizes:
+    ranks that compile for different sizes may recompute different nodes, and then all raise an error."""
 
     memory_limit: int | str | None = None
     """Most memory that a rank's tensors may take in a step, in bytes or as "70GiB". Forward saves as many activations
-    for backward as fit by prediction, and backward recomputes the others, block by block; then
-    `save_for_backward_bytes` is 0. If no plan fits, an error is raised before anything runs. The limit is for the peak
-    of `torch.cuda.max_memory_allocated`: shards, gradients, both moments of Adam, activations and unsharded parameters
-    of compiled gathers, with a margin of 3 %. It does not include unsharded blocks around compiled layers, other
-    models, graphs without backward, the memory of CUDA graphs, a microbatch cache, the step of an optimizer that is not
-    fused, and gradients of earlier microbatches outside of `zcompile.accumulate`. If several graphs share a model
-    (graph breaks, layers compiled one by one), each may save activations in proportion to the parameters that it reads.
-    Ranks that compile the same graph together for inputs of different sizes agree on a choice, except over "p2p", or
-    if their sizes give different blocks. A rank that later compiles alone may choose differently; ranks then get an
-    error, not a hang. Compile for the largest inputs first, or pad to equal sizes. The default of `gather_budget_bytes`
-    becomes a sixteenth of the limit, and that of `microbatch_cache_bytes` becomes 0."""
+    for backward as fit by prediction, and backward recomputes the others, block by block. If no plan fits, an error is
+    raised before anything runs. The limit is for the peak of `torch.cuda.max_memory_allocated`: shards, gradients, both
+    moments of Adam, activations and unsharded parameters of compiled gathers, with a margin of 3 %. It does not include
+    unsharded blocks around compiled layers, other models, graphs without backward, the memory of CUDA graphs, a
+    microbatch cache, the step of an optimizer that is not fused, and gradients of earlier microbatches outside of
+    `zcompile.accumulate`. If a model has several graphs (graph breaks, layers compiled one by one), each may save
+    activations in proportion to the parameters that it reads. Ranks that compile a graph together for inputs of
+    different sizes agree on a choice, except over "p2p", or if their sizes give different blocks. A rank that later
+    compiles alone may choose differently; then all ranks raise an error. Compile for the largest inputs first, or pad
+    to equal sizes. The default of `gather_budget_bytes` becomes a sixteenth of the limit, and that of
+    `microbatch_cache_bytes` 0. If activations are recomputed, `save_for_backward_bytes` is 0."""
 
     bucket_bytes: int = 8 << 20
-    """Most bytes of unsharded parameters, or of gradients, in one transfer. In the time that it takes to start a
-    transfer, NVLink moves about as many bytes as the default. 0: one transfer per parameter."""
+    """Most bytes of the small parameters, or gradients, that are merged into one transfer. 0: no merging."""
 
     microbatch_cache_bytes: int | None = None
     """Most bytes of parameters that stay unsharded from microbatch to microbatch inside of `zcompile.accumulate`.
     Parameters that are gathered first are cached first. Default: a quarter of the memory of a rank (see
-    `gather_budget_bytes`) that remains after shards, gradients and two optimizer states. DeepSpeed users do not call
-    `zcompile.accumulate`, so the DeepSpeed flag caches only if this option is given: by giving it, you promise that
-    partitions do not change between the microbatches of a step."""
+    `gather_budget_bytes`) that remains after shards, gradients and two optimizer states. With the DeepSpeed flag, the
+    default is 0: give this option only if partitions do not change between the microbatches of a step."""
 
     cuda_graphs: bool = False
     """Capture each forward and backward as a CUDA graph, so that a step of small kernels does not wait for Python. The
     modes "reduce-overhead" and "max-autotune" also turn this on. On several GPUs it needs the transport "p2p". The
-    third call with the same shapes is captured; a graph keeps its memory. Code that needs the host runs uncaptured: see
-    "CUDA graphs" in the guide, and `zcompile.stats(model)["cuda_graphs"]`."""
+    third call with the same shapes is captured. Code that needs the host runs uncaptured: see "CUDA graphs" in the
+    guide, and `zcompile.stats(model)["cuda_graphs"]`."""
 
     skip_passes: Sequence[str] = ()
     """Passes to leave out, from `zcompile.options.OPTIONAL_PASSES`, to measure the effect of a pass. Results stay the
@@ -170,7 +160,7 @@ class Settings:
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> "Settings":
-        """Check a user's options. `zcompile.compiler.backend.parse_options` also checks the contents of `inductor`.
+        """Check a user's options, but not the contents of `inductor`.
 
         Raises:
             ValueError: an option is unknown (the error lists the known ones), or has a wrong value.
