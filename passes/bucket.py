@@ -1,5 +1,3 @@
-"""Merge small all-gathers into one transfer, and small reduce-scatters likewise."""
-
 from collections.abc import Iterable
 
 import torch

@@ -1,5 +1,3 @@
-"""Let unsharded parameters stay in memory for the next microbatch."""
-
 from torch.fx import Graph, Node
 
 from zcompile.graph.ops import (

@@ -1,5 +1,3 @@
-"""Start gathers before a collective of the model itself that precedes their readers."""
-
 from collections import Counter
 
 from torch.fx import Graph, Node

@@ -1,5 +1,3 @@
-"""Keep one gather for each parameter and dtype."""
-
 from torch.fx import Graph, Node
 
 from zcompile.graph.ops import GATHER, args_of, calls, replace_and_erase

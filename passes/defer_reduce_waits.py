@@ -1,5 +1,3 @@
-"""Wait for reduces later."""
-
 from collections import deque
 
 from torch.fx import Graph, Node

@@ -1,5 +1,3 @@
-"""Transfer only those rows of an embedding, and of its gradient, that a batch uses."""
-
 from typing import NamedTuple
 
 import torch

@@ -1,5 +1,3 @@
-"""Input-gradient matmuls run before weight-gradient matmuls."""
-
 import functools
 import itertools
 from collections import defaultdict
@@ -61,10 +59,7 @@ def free(graph: Graph) -> None:
 
 
 def _last_dgrads(dgrads: list[Node], gradients: set[Node]) -> dict[Node, Node]:
-    """Map each gradient to the last dgrad that reads it, or to a later dgrad if the results of both are summed.
-
-    `dgrads` are in graph order, with matmuls of forward that backward runs again. `gradients`: the nodes of backward.
-    """
+    """Map each gradient to the last dgrad that reads it, or to a later dgrad if the results of both are summed."""
     last_dgrad: dict[Node, Node] = {}
     sum_of = functools.cache(_sum_of)
     last: Node | None = None  # of the dgrads that are summed with `node`, the last in the graph

@@ -1,5 +1,3 @@
-"""Keep one reduce for each parameter."""
-
 from torch.fx import Graph, Node
 
 from zcompile.graph.ops import REDUCE, args_of, aten, calls, insert, replace_and_erase

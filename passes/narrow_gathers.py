@@ -1,5 +1,3 @@
-"""Gather parameters in the dtype in which they are read."""
-
 from torch.fx import Graph, Node
 
 from zcompile.graph.ops import (

@@ -1,5 +1,3 @@
-"""Reduce gradients in the dtype in which they are computed."""
-
 from torch.fx import Graph, Node
 
 from zcompile.graph.ops import REDUCE, SCATTERS, args_of, calls, infer, is_movement, is_widening

@@ -1,5 +1,3 @@
-"""Start gathers early enough that compute hides them, and no earlier."""
-
 from bisect import bisect_right
 from collections import Counter
 from itertools import accumulate
@@ -91,11 +89,7 @@ def _goals(
     bound_bytes: int,
     fixed: list[int],
 ) -> list[int]:
-    """Return for each start the position before which to move it. Positions ascend; no start moves to a later position.
-
-    Args:
-        fixed: positions of nodes that no start crosses, ascending.
-    """
+    """Return for each start the position before which to move it, ascending. No start crosses a position in `fixed`."""
     position = lifetimes.liveness.position
     unsharded_bytes = lifetimes.unsharded_bytes()
     bytes_of: Counter[Node] = Counter()  # a start -> the bytes that it adds to `unsharded_bytes`

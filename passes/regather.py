@@ -1,5 +1,3 @@
-"""Reshard parameters that are read again much later, to keep unsharded parameters within the budget."""
-
 import heapq
 from bisect import bisect_right
 from collections import defaultdict

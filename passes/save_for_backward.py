@@ -1,5 +1,3 @@
-"""Keep some parameters unsharded from forward to backward."""
-
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -52,10 +50,7 @@ def save_for_backward(graph: Graph, save_for_backward_bytes: int | None) -> None
 
 
 def _last_read_in_forward(graph: Graph) -> dict[Node, int]:
-    """Map each gather that forward and backward both read to the position of its last reader in forward.
-
-    Parameters that the graph returns are left out, because the user holds them.
-    """
+    """Map each gather that forward and backward read, and the graph does not return, to its last read in forward."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     backward = backward_nodes(graph)
     last_read: dict[Node, int] = {}

@@ -1,5 +1,3 @@
-"""Place gathers directly before their first readers."""
-
 from torch.fx import Graph, Node
 
 from zcompile.graph.ops import GATHER, calls, chain

@@ -1,5 +1,3 @@
-"""Split each collective into a start and a wait."""
-
 from torch.fx import Graph
 
 from zcompile.graph.ops import (

@@ -1,5 +1,3 @@
-"""Gather parameters again in backward instead of saving them."""
-
 import operator
 from collections.abc import Sequence
 from typing import cast
@@ -89,10 +87,7 @@ def save_stateful(graph: Graph) -> bool:
 
 
 def save_readers_of_written(graph: Graph) -> None:
-    """Tag readers of inputs that forward writes to, such as buffers, to be saved for backward.
-
-    Why: torch's partitioner may run a reader again in backward, where the input already has its new value.
-    """
+    """Tag readers of inputs that forward writes to, such as buffers, to be saved: backward would read new values."""
     for node in _readers_of_written(graph):
         node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
 

@@ -134,10 +134,7 @@ def _if_possible(measure: Callable[[], T]) -> T | None:
 
 
 def _matmul_rate(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
-    """Return the operations per second of matmuls of `dtype`, the median over `sizes.products`.
-
-    On CPUs, calls alternate between copies of the operands: in a training step, operands are seldom in caches.
-    """
+    """Return the operations per second of matmuls of `dtype`; on CPUs, as in training, no cache has the operands."""
 
     def seconds(n: int) -> float:
         copies = 1 if device.type == "cuda" else -(-COLD_BYTES // (2 * n * n * dtype.itemsize))

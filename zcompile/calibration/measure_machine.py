@@ -236,11 +236,7 @@ class _Transport:
 
 
 def _in_backward(measure: Callable[[], Any]) -> Any:
-    """Call `measure` inside of an autograd backward, and return the result of `measure`.
-
-    Why: outside of a backward, the p2p transport takes the second gather of a parameter for that of the next forward,
-    and first copies all shards into its cache again.
-    """
+    """Return `measure()`, called in an autograd backward: else p2p copies all shards into its cache at each gather."""
     measured: list[Any] = []
     result = torch.zeros((), requires_grad=True).clone()
     result.register_hook(lambda grad: measured.append(measure()))

@@ -308,10 +308,7 @@ def limited(settings: Settings, plan: Plan, example_inputs: Sequence[Any]) -> Pl
 
 
 def _kept_bytes(sharded: ShardedParameter, count: int) -> int:
-    """Return this rank's bytes of a parameter between graphs, for a shard of `count` elements.
-
-    They are the shard, Adam's moments and, if microbatches accumulate it, the gradient.
-    """
+    """Return this rank's bytes of a shard of `count` elements, Adam's moments and, if accumulated, the gradient."""
     state, itemsize = sharded.state, sharded.leaf.itemsize
     own = -(-count // state.mesh.size(0)) if state.over_hosts else count
     nbytes = own * itemsize + (count * (sharded.layout.dtype or sharded.leaf.dtype).itemsize if state.over_hosts else 0)
@@ -348,9 +345,8 @@ def _prepare_for_graphs(model: ShardedModel) -> None:
     if model.mesh.device_type == "cuda" and has_collectives and model.domain == 0:
         raise ValueError(
             "zcompile: CUDA graphs (option 'cuda_graphs', modes 'reduce-overhead' and 'max-autotune') cannot hold the "
-            f"collectives of NCCL, which this model uses ({model.transport.reason}): NCCL cannot destroy a "
-            "communicator while a graph with its collectives exists, so dist.destroy_process_group() would hang. Use "
-            "the option transport='p2p' if the GPUs are in one host, or mode 'default' or "
+            f"collectives of NCCL, which this model uses ({model.transport.reason}): dist.destroy_process_group() "
+            "would hang. Use the option transport='p2p' if the GPUs are in one host, or mode 'default' or "
             "'max-autotune-no-cudagraphs'."
         )
     model.runtime.prepare_for_graphs()

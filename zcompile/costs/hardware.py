@@ -87,15 +87,11 @@ class Hardware:
     adam_bytes_s: float | None = None  # bytes a second that fused AdamW reads and writes. None: `bytes_s`
 
     def matmul_rate(self, dtype: torch.dtype) -> float:
-        """Return the operations a second that matmuls of `dtype` reach.
-
-        A dtype without a rate has that of its stand-in (STAND_INS). An integer dtype without a stand-in runs on no
-        tensor core: memory bounds its rate.
-        """
+        """Return the operations a second that matmuls of `dtype`, or of its stand-in (STAND_INS), reach."""
         rates = dict(self.matmul_flops_s)
         while dtype not in rates:
             if dtype not in STAND_INS:
-                return self.bytes_s / dtype.itemsize
+                return self.bytes_s / dtype.itemsize  # integers on no tensor core: memory bounds the rate
             dtype, share = STAND_INS[dtype]
             rates = {known: rate * share for known, rate in rates.items()}
         return rates[dtype]

@@ -28,10 +28,7 @@ def state_bytes(parameters: int, link: Link) -> int:
 
 
 def transport_bytes(elements: int, link: Link, largest: int = STAGING_BYTES) -> int:
-    """Return p2p's bytes: copies of shards in 2 bytes an element, and staging of reduces; 0 for other transports.
-
-    `elements`: of this rank's shards; `largest`: elements of the largest shard.
-    """
+    """Return p2p's bytes for shards of `elements` in total, `largest` in one: 2-byte copies, and staging of reduces."""
     if link.wire.transport != "p2p":
         return 0
     return 2 * elements + min(STAGING_BYTES, 3 * (link.world - 1) * PARAMETER_BYTES * largest)

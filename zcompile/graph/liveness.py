@@ -234,10 +234,7 @@ class Liveness:
 
 
 def mark_saved(forward: GraphModule, backward: GraphModule, num_outputs: int) -> None:
-    """Mark the inputs of `backward` that `forward` computes with IS_DONATED.
-
-    `num_outputs`: number of outputs of `forward` before those that are saved for backward.
-    """
+    """Set IS_DONATED on inputs of `backward` that `forward` saves: all its outputs after the first `num_outputs`."""
     outputs, gradients = (args_of(graph.graph.output_node())[0] for graph in (forward, backward))
     of_others = [*forward.graph.find_nodes(op="placeholder"), *outputs[:num_outputs], *gradients]
     held = {memory._cdata for memory in map(_memory_of, of_others) if memory is not None}

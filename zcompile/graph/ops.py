@@ -240,10 +240,7 @@ def readers(links: list[Node]) -> list[tuple[Node, Node]]:
 
 
 def only_reads(node: Node) -> bool:
-    """Whether `node` cannot write to its arguments, and reads them on the current stream alone.
-
-    A custom op may write, or use another stream, even if its author gave it torch's tag for pointwise ops.
-    """
+    """Whether `node` writes to no argument, and reads them on the current stream alone; False for custom ops."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     is_pointwise = torch.Tag.pointwise in node.target.tags and node.target.namespace in ("aten", "prims")
