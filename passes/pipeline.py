@@ -65,8 +65,7 @@ def schedule_passes(plan: Plan) -> tuple[Pass, ...]:
         partial(regather, gather_budget_bytes=budget_bytes),  # unsharded parameters stay within the budget
         narrow_gathers,  # `regather` divided readers among gathers, of which one may now be narrower
         split_collectives,  # start and wait can move apart
-        # Small transfers cost latency.
-        partial(bucket, gather_bytes=gather_bucket_bytes, reduce_bytes=plan.bucket_bytes),
+        partial(bucket, gather_bytes=gather_bucket_bytes, reduce_bytes=plan.bucket_bytes),  # latency is paid once
         partial(cross_collectives, gather_budget_bytes=budget_bytes),  # overlap that is the same on all ranks
         partial(prefetch, link=plan.link, gather_budget_bytes=budget_bytes, fused=plan.fused),  # gathers overlap
         partial(defer_reduce_waits, reduce_budget_bytes=plan.reduce_budget_bytes),  # reduces overlap

@@ -1,7 +1,4 @@
-"""`Settings`, the options of the backend "zcompile" (one frozen object per compile), and `Plan`, the input of passes.
-
-`zcompile.compiler.backend.parse_options` checks the values of the option `inductor`, which are Inductor's settings.
-"""
+"""`Settings`, the options of the backend "zcompile", and `Plan`, the settings and rates of passes."""
 
 import dataclasses
 import re
@@ -213,11 +210,7 @@ class Settings:
             raise ValueError(f"zcompile: option 'cuda_graphs' needs inner='inductor', not {self.inner!r}.")
 
     def plan(self, link: Link, memory_bytes: int) -> Plan:
-        """Return the configuration of the passes, without `Plan.memory_limit`.
-
-        Args:
-            memory_bytes: the least memory of a rank, see `zcompile.calibration.machine.Machine`.
-        """
+        """Return the plan, without `Plan.memory_limit`. `memory_bytes`: `zcompile.calibration.machine.Machine`'s."""
         budget, activations = self.gather_budget_bytes, self.activation_memory_budget
         if self.memory_limit is not None:
             memory_bytes = min(memory_bytes, int(self.memory_limit))

@@ -14,9 +14,7 @@ STAGING_BYTES = 288 << 20  # the most for reduces with the p2p transport: 3 regi
 
 
 def state_bytes(parameters: int, link: Link) -> int:
-    """Return the bytes on one rank that live as long as the model.
-
-    These are float32 main parameters, Adam's moments, transport buffers and, with `states="global"`, a host shard.
+    """Return the bytes on one rank that live as long as the model: shards, Adam's moments, transport buffers.
 
     Args:
         parameters: the number of elements of all parameters, unsharded.
@@ -50,8 +48,6 @@ def in_flight_bytes(graph: Graph, link: Link) -> list[int]:
 
 
 def gradient_fraction(link: Link) -> float:
-    """Return the share of a gradient's bytes that needs new memory.
-
-    With p2p, half of a gradient is in copies of shards that backward has read already (csrc/p2p/shard_cache.h).
-    """
+    """Return the share of a gradient's bytes that needs new memory."""
+    # With p2p, half of a gradient is in copies of shards that backward has read already (csrc/p2p/shard_cache.h).
     return 0.5 if link.wire.transport == "p2p" else 1.0

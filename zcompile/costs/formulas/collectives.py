@@ -1,8 +1,4 @@
-"""Transfer times of collectives that the user's model calls itself, such as the all-to-all of tokens between experts.
-
-Plans leave these collectives and their waits in place, and assume that the ranks of a process group share fast links,
-such as NVLink.
-"""
+"""Transfer times, over fast links such as NVLink, of collectives that the user's model calls itself."""
 
 from torch.fx import Node
 
