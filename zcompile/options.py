@@ -48,7 +48,7 @@ class MemoryLimit:
     """The memory that a rank may use while a graph runs."""
 
     nbytes: int  # most bytes of the rank's tensors, in all
-    state_bytes: int  # the part of `nbytes` for shards, their gradients and moments, and staging buffers
+    state_bytes: int  # the part of `nbytes` for shards, moments, accumulated gradients and transport buffers
     share: float  # of the model's parameters that the graph reads, 0 to 1, from which other graphs' bytes are estimated
     shards: tuple[int, ...]  # indices of the Dynamo graph's inputs that are shards, or that eager code has gathered
 

@@ -80,7 +80,7 @@ def common_machine(mesh: DeviceMesh, reports: Sequence[LocalMachine]) -> Machine
 
 
 def least_share(ranks: list[tuple[str, int, int]]) -> int:
-    """Return the least bytes of memory that any of `ranks` (each `LocalMachine.memory`) has, as a power of two."""
+    """Return the bytes of the rank with the least memory (`LocalMachine.memory`), rounded down to a power of two."""
     sharing = Counter(place for place, _, _ in ranks)
     least = min(total_bytes // max(sharing[place], others) for place, total_bytes, others in ranks)
     return 1 << (max(1, least).bit_length() - 1)

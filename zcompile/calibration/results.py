@@ -88,7 +88,7 @@ class Calibration:
 
     @property
     def shipped(self) -> Hardware:
-        """The rates that zcompile ships for the device or, if it ships none, for another one."""
+        """The rates that zcompile ships for this device or, if it ships none, for another device."""
         return table_of_name(self.device)[0] if self.driver else CPU
 
 

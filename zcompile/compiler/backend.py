@@ -70,7 +70,7 @@ def compile_graph(
 
     Raises:
         ValueError: an option is unknown, or options contradict each other.
-        RuntimeError: the graph uses a parameter in an unsupported way, see `check_graph`.
+        RuntimeError: the graph uses a parameter in an unsupported way (`check_graph`), or no plan fits `memory_limit`.
     """
     settings = parse_options(options)
     if wants_cuda_graphs(settings.inductor, mode):
@@ -111,7 +111,7 @@ def _tell_models_apart(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
 
 
 def _agreement_of(model: ShardedModel, settings: Settings) -> Agreement | None:
-    """Return the `Agreement` by which ranks compare programs; None with p2p, by which unequal programs do not hang."""
+    """Return the `Agreement` by which ranks compare programs; None with p2p, where unequal programs do not hang."""
     return model.program_check if link_of(model, settings).wire.transport != "p2p" else None
 
 
@@ -125,7 +125,7 @@ def _stop_others(example_inputs: Sequence[Any], settings: Settings, error: Excep
 def _agreeing(
     example_inputs: Sequence[Any], settings: Settings, program: Callable[[Sequence[Any]], list[Line]]
 ) -> Agree | None:
-    """Return a function that returns the largest number that a rank passes; None with p2p: plans may then differ."""
+    """Return a function that returns the largest number of all ranks; None with p2p, where their plans may differ."""
     agreement = next((_agreement_of(model, settings) for model in _models(example_inputs)), None)
     if agreement is None:
         return None
@@ -243,7 +243,7 @@ def _passing_for_parameters(gm: GraphModule, compiled: Callable[..., Any]) -> Ca
 
 
 def _refusing_split_backwards(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap code of a model on one rank to raise in a split backward. On several ranks, the op `reduce` raises."""
+    """Wrap code of a model on one rank to raise in a split backward (of inputs alone). On several, reduces raise."""
 
     def run(*args: Any) -> Any:
         values = compiled(*args)

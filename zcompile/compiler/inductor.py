@@ -225,8 +225,8 @@ def _leave_alone(graph: Graph, shards: Sequence[Node]) -> None:
 def _is_lowering(lower: Callable[..., Any], node: Node) -> Callable[..., Any]:
     """Return a function that calls `lower`, to be the target of `node` alone. Inductor takes it as the node's lowering.
 
-    After a pass, Inductor from torch 2.14 on asks the target's metadata function for the node's fake value. It gets the
-    present one: a new one has a new storage, for which Inductor would update the values of all later nodes, too.
+    After a pass, Inductor from torch 2.14 on asks the target's metadata function for the node's fake value. It returns
+    the present value: for one with a new storage, Inductor would update the values of all later nodes.
     """
 
     @functools.wraps(lower)
@@ -267,7 +267,7 @@ def _lowering_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
         graph: Any = V.graph
         before = len(graph.operations)
         result = fallback(*args)
-        for operation in graph.operations[before:]:  # the runtime asserts both; in Python, it takes 2 us a parameter
+        for operation in graph.operations[before:]:  # the runtime checks both; in Python, checks take 2 us a parameter
             operation.codegen_size_asserts = lambda wrapper: None
             operation.codegen_alignment_asserts = lambda wrapper: None
         return _freed_but_never_reused(result) if op in (GATHER_START, GATHER_CACHED_START) else result

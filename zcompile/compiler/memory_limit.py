@@ -48,7 +48,7 @@ from zcompile.passes.tag_recompute import recompute_segments, tag_recompute
 STRIDES = (2, 4, 8)  # a plan saves each n-th cut
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
 MOST_SEGMENTS = 100_000
-LEAST_SHARE = 0.05  # of the parameters. A graph that reads less, such as a norm, says nothing about other graphs
+LEAST_SHARE = 0.05  # of the model's parameters; a graph that reads less says nothing about other graphs
 MARGIN = 1.03  # predicted peaks are within 3 % of measured ones (docs/lab/measurements.md)
 
 

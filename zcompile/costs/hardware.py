@@ -126,7 +126,7 @@ class Hosts:
 
     count: int
     shards_states: bool  # `states="global"`: main parameters, gradients and moments are sharded over hosts; else HSDP
-    sums_once: bool  # `accumulate(reduce="shards")`: after the last microbatch, not in each
+    sums_once: bool  # gradients are summed over hosts after the last microbatch alone: `accumulate(reduce="shards")`
     itemsize: int  # bytes of an element as it is gathered, and as its gradient is reduced
 
     def gathered_bytes(self, elements: int) -> int:

@@ -14,7 +14,7 @@ STAGING_BYTES = 288 << 20  # the most for reduces with the p2p transport: 3 regi
 
 
 def state_bytes(parameters: int, link: Link) -> int:
-    """Return the bytes on one rank that live as long as the model: shards, Adam's moments, transport buffers.
+    """Return the bytes on one rank that live as long as the model: main parameters, moments, host shard, buffers.
 
     Args:
         parameters: the number of elements of all parameters, unsharded.
@@ -49,5 +49,5 @@ def in_flight_bytes(graph: Graph, link: Link) -> list[int]:
 
 def gradient_fraction(link: Link) -> float:
     """Return the share of a gradient's bytes that needs new memory."""
-    # With p2p, half of a gradient is in copies of shards that backward has read already (csrc/p2p/shard_cache.h).
+    # With p2p, half of a gradient is in copies of shards that backward has read already (csrc/p2p/schedule/grad_placement.h).
     return 0.5 if link.wire.transport == "p2p" else 1.0

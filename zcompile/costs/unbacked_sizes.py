@@ -91,7 +91,7 @@ def _note_parts(node: Node) -> None:
     else:
         return
     rows = size_hint(source.meta["val"].shape[dim])
-    for sizes in (inputs, outputs):  # balanced: a rank receives as many rows as it sends
+    for sizes in (inputs, outputs):  # as if a rank received as many rows as it sends
         values = [size.meta.get("val") if isinstance(size, Node) else size for size in sizes]
         for value in values:
             _note([value], rows // len(values))
@@ -126,7 +126,7 @@ def _numel(node: Node) -> int:
 def _experts_of(mask: Node) -> int:
     """Return the number of experts if `mask` selects the tokens of one of them, else 1.
 
-    For `topk(scores)[1] == expert`, it is the number of columns of `scores`; for `one_hot(...)[:, i]`, of one-hot rows.
+    For `topk(scores)[1] == expert`, it is the number of columns of `scores`; for a slice of one-hot rows, their length.
     """
     node: Node | None = mask
     while node is not None:

@@ -66,7 +66,7 @@ def _tables(name: str) -> tuple[Hardware, Hardware]:
 
 
 def _narrow(gather_dtype: str | None, precision: torch.dtype) -> NarrowGathers | None:
-    """Return how parameters are gathered in `gather_dtype`; None if in `precision`, the dtype of compute."""
+    """Return how parameters are gathered if not in `precision`, the dtype of compute; else None."""
     if gather_dtype == "int8":
         return NarrowGathers("int8 and float32", (1 + 4 / BLOCK) / precision.itemsize, dequantizes=True)
     return None if gather_dtype is None else NarrowGathers("float8", 1 / precision.itemsize, dequantizes=False)
@@ -185,7 +185,7 @@ class _Predictions:
         return self.traced[kind]
 
     def predict(self, plan: Plan, caches: bool = False, graphs: list[Traced] | None = None) -> Explanation:
-        """Predict a step. `caches`: parameters stay unsharded between microbatches. `graphs`: default, `graphs_of`."""
+        """Predict a step. `caches`: parameters stay unsharded between microbatches. `graphs` replace `graphs_of`'s."""
         of_link, parameters = self.graphs_of(plan)
         measured = self.measured.over(plan.link.wire.transport, plan.link.world)
         link = replace(measured, narrow=plan.link.narrow, hosts=plan.link.hosts)

@@ -27,7 +27,7 @@ class OnHosts:
 
     @classmethod
     def of(cls, mode: str, hosts: int, link: Link, step: PlannedStep, parameters: int, limit_bytes: int) -> "OnHosts":
-        """`parameters`: elements of all parameters."""
+        """Return the row of one way to shard, `mode`. `parameters`: elements of all parameters."""
         shard = -(-parameters // link.world)
         if link.hosts is None:
             crossing_bytes = link.outside_bytes(step.moved_bytes)

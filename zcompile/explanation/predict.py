@@ -99,7 +99,7 @@ def _over_hosts_ms(link: Link, parameters: int, graphs: Sequence[PlannedGraph]) 
     gather_ms = sum_ms = 0.0
     if hosts.shards_states:
         gather_ms = 1e3 * link.network_s(hosts.gathered_bytes(-(-parameters // link.world)), hosts.count)
-        if link.wire.transport != "p2p":  # forwards hide it: a gather waits only for its host shard; with p2p, for all
+        if link.wire.transport != "p2p":  # forwards hide it, as a gather waits for its own host shard alone
             gather_ms = max(0.0, gather_ms - sum(graph.total_ms for graph in graphs if graph.kind == "forward"))
     if not link.sums_in_reduces:
         sum_ms = 1e3 * link.sum_over_hosts_s(parameters * hosts.itemsize)

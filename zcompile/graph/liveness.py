@@ -234,7 +234,7 @@ class Liveness:
 
 
 def mark_saved(forward: GraphModule, backward: GraphModule, num_outputs: int) -> None:
-    """Set IS_DONATED on inputs of `backward` that `forward` saves: all its outputs after the first `num_outputs`."""
+    """Set IS_DONATED on inputs of `backward` that `forward` computes: among its outputs from index `num_outputs` on."""
     outputs, gradients = (args_of(graph.graph.output_node())[0] for graph in (forward, backward))
     of_others = [*forward.graph.find_nodes(op="placeholder"), *outputs[:num_outputs], *gradients]
     held = {memory._cdata for memory in map(_memory_of, of_others) if memory is not None}

@@ -17,8 +17,8 @@ BUILT_IN = {**products.FORMULAS, **attention.FORMULAS, **memory_ops.FORMULAS}
 TRITON = ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation")
 FUNCTIONALIZED = ("auto_functionalized", "auto_functionalized_v2")  # calls of ops that write to their arguments
 
-# Without a formula, ops in these namespaces count as the bytes of their tensors without a message, except those whose
-# names begin with one of COMPUTE.
+# Ops in these namespaces, except those whose names begin with one of COMPUTE, need no formula: the bytes of their
+# tensors tell their time.
 KNOWN_NAMESPACES = ("aten", "prims", "inductor_prims", "zcompile", "_c10d_functional", "_c10d_functional_autograd")
 COMPUTE = ("linalg_", "_linalg_", "_fft_", "cholesky", "_cdist", "_trilinear", "lu_", "geqrf", "triangular_solve")
 
@@ -26,7 +26,7 @@ _told: set[str] = set()  # ops about which `_tell` has logged
 
 
 def find_work(node: Node) -> tuple[Work | None, str]:
-    """Return (the `Work` of the call `node`, ""). If none is known, its bytes count, and the result is (None, name).
+    """Return (the `Work` of the call `node`, "") if a formula is known; else (None, name): then its bytes count.
 
     The name is that of an op that may compute, and so take longer than its bytes; "" for ops that only move bytes.
     """
