@@ -22,7 +22,7 @@ from zcompile.graph.ops import (
 )
 
 ADD_ROWS = aten.index_put.default
-ADD_MASKED_ROWS = aten._unsafe_masked_index_put_accumulate.default  # used by torch 2.13 and later instead
+ADD_MASKED_ROWS = aten._unsafe_masked_index_put_accumulate.default  # in place of ADD_ROWS from torch 2.13 on
 
 
 def embedding_rows(graph: Graph, link: Link, fused: bool = True) -> None:

@@ -122,10 +122,10 @@ def _add_profile(options: Parser) -> None:
 
 def _add_profile_measurement(add: Callable[..., object]) -> None:
     about = (
-        "engines of the list below, or all; with options of the backend as in "
-        "zcompile:transport=nccl:save_for_backward_bytes=0, or zcompile:offload=states beside fsdp2:offload=all. "
-        "fsdp2 reduces in fp32, as zcompile sums; fsdp2:reduce_dtype=bf16 sends half the bytes, and "
-        "fsdp2:gradient_sync=last reduces once a step (default: zcompile,limit,fsdp2)"
+        "engines of the list below, or all. Options follow a name, as in "
+        "zcompile:transport=nccl:save_for_backward_bytes=0, zcompile:offload=states, fsdp2:offload=all, "
+        "fsdp2:reduce_dtype=bf16 instead of fp32, or fsdp2:gradient_sync=last, which reduces once a step (default: "
+        "zcompile,limit,fsdp2)"
     )
     add("--engines", default="zcompile,limit,fsdp2", metavar="NAME[,NAME...]", help=about)
     add("--ranks", type=positive, metavar="N", help="processes (default: one per GPU, or 2 on CPUs)")
@@ -224,7 +224,7 @@ def _add_precompile(options: Parser) -> None:
     add("--out", type=Path, required=True, metavar="FILE", help=about)
     add = options.add_argument_group("calls that are compiled").add_argument
     add("--steps", type=steps, default="0", metavar="LIST", help="steps whose batches are compiled (default: 0)")
-    about = "dimension of all inputs whose size may differ at each call, such as 1 for tokens (default: none)"
+    about = "dimension of all inputs in which sizes differ from call to call, such as 1 for tokens (default: none)"
     add("--dynamic", type=dimension, metavar="DIM", help=about)
     about = (
         "compile modules one by one: the children of model.layers, or those that a path with * names, such as "

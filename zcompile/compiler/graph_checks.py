@@ -101,7 +101,7 @@ def _storage_of(tensor: Any) -> int | None:
         return None
     try:
         return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # inside of torch.func's transforms
+    except (NotImplementedError, RuntimeError):  # a tensor inside of torch.func's transforms has no storage
         return None
 
 

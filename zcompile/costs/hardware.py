@@ -113,7 +113,7 @@ class Hardware:
 
 
 class NarrowGathers(NamedTuple):
-    """Gathers of parameters in a lower precision (int8, say) than forward reads."""
+    """Gathers of parameters in int8 or float8."""
 
     dtypes: str  # of the gathered bytes, in words
     share: float  # gathered bytes divided by the bytes of the unsharded parameter
@@ -249,14 +249,14 @@ H100 = replace(
     H200,  # which has the same NVLink 4, and the attention rate of an H100
     name="H100",  # SXM
     matmul_flops_s=(
-        (torch.bfloat16, 700e12),  # of 989
+        (torch.bfloat16, 700e12),  # of 989 in the data sheet
         (torch.float16, 700e12),
         (torch.float32, 48e12),  # of 67
         (torch.float8_e4m3fn, 1250e12),  # of 1979
         (torch.int8, 800e12),  # of 1979; measured
         (torch.float64, 50e12),  # of 67
     ),
-    bytes_s=2.8e12,  # of 3.35; measured, large additions reach 3.04 and casts 1.9
+    bytes_s=2.8e12,  # of 3.35e12; as measured, large additions reach 3.04e12 and casts 1.9e12
     memory_bytes=79 << 30,
     source="0.63 to 0.75 of the data sheet of the H100 SXM, as on an H200; attention, int8 and memory measured; "
     "transfers as measured on H200, which has the same NVLink; between hosts, 400 Gb/s for each GPU are assumed",

@@ -33,7 +33,7 @@ from zcompile.sharding.precision import MixedPrecision, casts_of, policies_of
 from zcompile.state.int8_gather import BLOCK
 from zcompile.units.find import repeated_modules
 
-STATES = 4  # weight, gradient and two moments
+STATES = 4  # tensors for each shard: weight, gradient and two moments
 
 
 class NothingFits(BadInput):

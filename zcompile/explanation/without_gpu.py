@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from zcompile.costs.hardware import Hardware
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-WIDEST_FLASH = 256  # of a head
+WIDEST_FLASH = 256  # elements of the widest head of GPUs' flash attention
 ALIGNED = 8  # elements; GPU kernels take heads whose width is a multiple of it
 CAPABILITY, WARP_THREADS = 90, 32  # of Hopper; a kernel writes the same arguments on every GPU
 

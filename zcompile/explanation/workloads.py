@@ -112,7 +112,7 @@ def load(name: str, module: str | None, sequences: int | None, tokens: int | Non
 
 def _read_config(name: str) -> Any:
     known = f"built in are {', '.join(SIZES)}; anything else must be a Hugging Face config"
-    is_size = re.fullmatch(r"[\d.]+[kmbt]", name.lower())  # then the hub is not asked
+    is_size = re.fullmatch(r"[\d.]+[kmbt]", name.lower())  # such a name is not looked up in the Hugging Face hub
     if is_size and not Path(name).exists():
         raise BadInput(f"no model of size {name!r}: {known}")
     try:
