@@ -57,7 +57,7 @@ def start_ranks(ranks: int, output: Path | None) -> int:
         print(own[0], file=sys.stderr)
         return 2
     errors = [line.strip() for line in error_text.splitlines() if "Error" in line] or ["it printed no error"]
-    print(f"zcompile calibrate: a rank failed (more: torchrun -m zcompile calibrate): {errors[-1]}", file=sys.stderr)
+    print(f"zcompile calibrate: a rank failed (torchrun -m zcompile calibrate has more): {errors[-1]}", file=sys.stderr)
     return 1
 
 

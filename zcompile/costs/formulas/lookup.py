@@ -103,7 +103,7 @@ def _by_user(entry: Registered, call: Call) -> Work | None:
         problem = f"it returned {work!r} and not a zcompile.Work"
     except Exception as error:
         problem = f"it raised {type(error).__name__}: {error}"
-    _tell(logging.WARNING, call.name, "the cost registered for %s is not used, so bytes count: %s", call.name, problem)
+    _tell(logging.WARNING, call.name, "the cost formula of %s is not used, its bytes count: %s", call.name, problem)
     return None
 
 
