@@ -32,7 +32,10 @@ def cache_across_microbatches(graph: Graph) -> None:
 
 
 def _only_reads(link: Node, reader: Node) -> bool:
-    """Whether `reader` neither writes to the memory of `link` nor reads it on another stream."""
-    if reader.op == "output":  # true if `link` is only saved for backward, and no result that the user gets
+    """Whether `reader` only reads `link`, a gathered parameter or a view of it, and on the compute stream.
+
+    Another reader might write to a parameter of the microbatch cache, or still read it when its memory is reused.
+    """
+    if reader.op == "output":  # true if forward only saves `link` for backward, and does not return it to the user
         return link.meta.get(SAVED_FOR_BACKWARD, False) and nodes_in(reader.args).count(link) == 1
     return only_reads(reader)

@@ -69,7 +69,8 @@ class Plan:
     disabled: tuple[str, ...] = ()  # passes to leave out, of OPTIONAL_PASSES
     costs: tuple[tuple[str, str], ...] = ()  # (op, version) of each cost formula that users registered
     memory_limit: MemoryLimit | None = None
-    # (n, i): backward recomputes forward's first n segments (graph/segments.py); of their cuts, each i-th is saved.
+    # (n, i): backward recomputes forward's first n segments (graph/segments.py) from the activations between segments.
+    # Of these n sets of activations, forward saves every i-th, and backward recomputes the others.
     recomputed: tuple[int, int] = (0, 1)
 
 

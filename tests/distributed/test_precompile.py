@@ -147,7 +147,7 @@ def test_a_second_run_keeps_the_code_of_equal_graphs_alone(inductor_cache, tmp_p
 @pytest.mark.parametrize(
     "function, more, reason",
     [
-        ("build", ("--mesh", "dp=2,tp=1"), "does not take the sizes of --mesh"),
+        ("build", ("--mesh", "dp=2,tp=1"), "must take the sizes of --mesh"),
         ("build", ("--mesh", "dp=2,ep=4"), "2 ranks, which groups of ep=4 do not divide"),
         ("build", ("--mesh", "dp=two"), "takes sizes such as dp=4,tp=2"),
         ("build", ("--mesh", "dp=2,dp=2"), "takes sizes such as dp=4,tp=2"),

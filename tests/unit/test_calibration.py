@@ -104,9 +104,9 @@ def test_a_measured_table_is_part_of_the_plan_which_keys_inductors_cache():
 
 def damaged(text):
     read = json.loads(text)
-    yield "it is no JSON", text[: len(text) // 2]
-    yield f"it is not of version {module.VERSION}", json.dumps({**read, "version": 99})
-    yield f"it is not of version {module.VERSION}", "[]"
+    yield "the file is no JSON", text[: len(text) // 2]
+    yield f"format is not version {module.VERSION}", json.dumps({**read, "version": 99})
+    yield f"format is not version {module.VERSION}", "[]"
     yield "it has no usable", json.dumps({name: each for name, each in read.items() if name != "bytes_s"})
     yield "no positive number", json.dumps({**read, "kernel_s": -1.0})
     yield "it has no usable", json.dumps({**read, "bytes_s": "fast"})

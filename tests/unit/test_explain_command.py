@@ -200,7 +200,7 @@ def pair():
         (["--hosts", "1"], "--hosts takes whole numbers from 2"),
         (["--model", "no/such model"], "no model 'no/such model'"),
         (["--hardware", "abacus"], "--hardware takes h200, h100, cpu or a file"),
-        (["--hardware", __file__], "it is no JSON"),
+        (["--hardware", __file__], "the file is no JSON"),
         (["--budgets", "-1"], "--budgets takes"),
         (["--activation-budgets", "1,2"], "--activation-budgets takes numbers from 0 to 1"),
         (["--activation-budgets", "half"], "--activation-budgets takes numbers from 0 to 1"),

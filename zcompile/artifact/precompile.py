@@ -175,7 +175,7 @@ def _with_sizes(build: Callable[..., Any], arguments: argparse.Namespace) -> Cal
     try:
         inspect.signature(build).bind(**sizes)
     except TypeError as error:
-        raise BadInput(f"{arguments.module} does not take the sizes of --mesh, {sizes}: {error}") from None
+        raise BadInput(f"build() of {arguments.module} must take the sizes of --mesh, {sizes}: {error}") from None
     return functools.partial(build, **sizes)
 
 

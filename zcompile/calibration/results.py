@@ -58,9 +58,9 @@ class Calibration:
         try:
             read = json.loads(text)
         except ValueError:
-            raise ValueError("it is no JSON") from None
+            raise ValueError("the file is no JSON") from None
         if not isinstance(read, dict) or read.pop("version", None) != VERSION:
-            raise ValueError(f"it is not of version {VERSION} of the file format")
+            raise ValueError(f"the file's format is not version {VERSION}")
         try:
             wires = tuple(Wire(**_with_tuples(wire)) for wire in read.pop("wires"))
             made = cls(**_with_tuples(read), wires=wires)
@@ -71,9 +71,9 @@ class Calibration:
                 figures += [wire.world, *chain(*wire.gather, *wire.reduce)]
             are_positive = all(0 < figure < math.inf for figure in figures)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"it has no usable figures ({error})") from None
+            raise ValueError(f"the file has no usable figures ({error})") from None
         if not are_positive:
-            raise ValueError("it has a figure that is no positive number")
+            raise ValueError("a figure in the file is no positive number")
         return made
 
     @property

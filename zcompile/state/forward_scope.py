@@ -120,7 +120,10 @@ def _enter(*states: ShardedModel) -> bool:
 
 @never_compiled_alone
 def _is_outermost(module: Any) -> bool:
-    """Whether a call of `module` now would be the outermost forward of its model, perhaps inside of another model's."""
+    """Whether a call of `module` now would begin a forward of its model, and be in no other forward of that model.
+
+    A model that serves only the units of another (`are_units`) never begins one inside of a forward.
+    """
     state: ShardedModel = module.__dict__[STATE]
     return _thread.forwards == 0 or not (state.are_units or state in _thread.models)
 

@@ -110,6 +110,6 @@ def _check_checkpoint(checkpoint: str | bool, output_dir: str | None) -> None:
     written = ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin")
     if not any(os.path.exists(os.path.join(folder, name)) for name in written):
         raise ValueError(
-            f"zcompile: checkpoint {folder} has no pytorch_model_fsdp_0: a trainer without zcompile and FSDP2 wrote "
-            "it, or one with save_only_model. To begin from its weights, load the model with from_pretrained."
+            f"zcompile: checkpoint {folder} has no pytorch_model_fsdp_0: a trainer with neither zcompile nor FSDP2 "
+            "wrote it, or one with save_only_model. To begin from its weights, load the model with from_pretrained."
         )
