@@ -147,7 +147,7 @@ class OnGpu:
 def test_obstacles_to_peer_to_peer_are_named(rank, world):
     mesh = OnGpu(state_of(zcompile.shard(nn.Linear(4, 4))).mesh)
 
-    def obstacle(uuid=rank, reachable=True, namespaces="net:[1]", host="one", visible=world):
+    def obstacle(uuid=rank, reachable=True, namespaces="net:[1]", host="one", visible=world, built=True):
         gpus = mock.patch.multiple(
             torch.cuda,
             current_device=lambda: rank % visible,
@@ -155,13 +155,13 @@ def test_obstacles_to_peer_to_peer_are_named(rank, world):
             get_device_properties=lambda device: SimpleNamespace(uuid=uuid),
             can_device_access_peer=lambda device, other: reachable,
         )
-        built = SimpleNamespace(built_with_cuda=True)
-        here = mock.patch.multiple(select_transport, _namespaces=lambda: (namespaces,), _C=built)
+        runtime = SimpleNamespace(built_with_cuda=built)
+        here = mock.patch.multiple(select_transport, _namespaces=lambda: (namespaces,), _C=runtime)
         with gpus, here, mock.patch("socket.gethostname", lambda: host):
             return select_transport._obstacle_to_p2p(mesh)
 
     assert obstacle() == obstacle(visible=1) == ""  # each may see its own GPU alone
-    assert obstacle(host=str(rank)) == "the ranks are on several hosts"
+    assert "built without CUDA" in obstacle(built=rank == 0) and "on several hosts" in obstacle(host=str(rank))
     assert obstacle(uuid=0) == "ranks share a GPU"
     assert obstacle(reachable=rank == 0) == "the GPU of rank 1 cannot access GPU 0"
     assert "containers that do not share a network" in obstacle(namespaces=f"net:[{rank}]")

@@ -63,18 +63,24 @@ def _obstacle_to_p2p(mesh: DeviceMesh) -> str:
         return f"the model is on {mesh.device_type}"
     if group.size() == 1:
         return "there is one rank"
-    if not _C.built_with_cuda:
-        return "zcompile was built without CUDA (a build with ZCOMPILE_CUDA=1 says what is missing)"
     device, visible = torch.cuda.current_device(), torch.cuda.device_count()
-    mine = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), device, _namespaces())
-    hosts, gpus, devices, namespaces = zip(*all_gather_object(group, mine))
+    mine = (
+        socket.gethostname(),
+        str(torch.cuda.get_device_properties(device).uuid),
+        device,
+        _namespaces(),
+        _C.built_with_cuda,
+    )
+    hosts, gpus, devices, namespaces, have_cuda = zip(*all_gather_object(group, mine))
     unreachable = [
         other
         for other in devices
         if other != device and other < visible and not torch.cuda.can_device_access_peer(device, other)
     ]
     obstacle = ""
-    if len(set(hosts)) > 1:
+    if not all(have_cuda):
+        obstacle = "zcompile was built without CUDA (a build with ZCOMPILE_CUDA=1 says what is missing)"
+    elif len(set(hosts)) > 1:
         obstacle = "the ranks are on several hosts"
     elif len(set(gpus)) < group.size():
         obstacle = "ranks share a GPU"
