@@ -29,6 +29,7 @@ class WrappingTransport : public Transport {
  public:
   explicit WrappingTransport(std::unique_ptr<Transport> inner)
       : Transport(inner->context()), inner_(std::move(inner)) {}
+  bool device_failed() const override { return inner_->device_failed(); }
   int64_t bytes() const override { return inner_->bytes(); }
   void finish_backward() override { inner_->finish_backward(); }
   void finish_caching() override { inner_->finish_caching(); }
