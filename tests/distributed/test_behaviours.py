@@ -127,6 +127,22 @@ def test_functional_call_takes_dtensors_and_gives_them_gradients(rank, world, pr
     torch.testing.assert_close(ref.lm_loss(model, 0, rank), ref.lm_loss(reference, 0, rank))
 
 
+@pytest.mark.parametrize("factor", [None, 1.0])
+def test_functional_call_has_gradients_of_gradients(rank, world, factor):
+    prepare = functools.partial(zcompile.shard, gradient_divide_factor=factor)
+    reference, model = ref.pair(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh()), prepare)
+    given = {name: parameter.detach().requires_grad_() for name, parameter in model.named_parameters()}
+    x, divisor, results = torch.arange(6.0 * world).view(world, 2, 3).cos(), factor or world, []
+    losses = functional_call(model, given, (x[rank],)).sum(), sum(map(torch.sum, map(reference, x))) / divisor
+    for loss, parameters in zip(losses, (list(given.values()), list(reference.parameters())), strict=True):
+        grads = torch.autograd.grad(loss, parameters, create_graph=factor is None)
+        if factor is None:  # gradients of gradients divide once more, so only means of them are defined
+            grads = torch.autograd.grad(ref.full(sum(grad.square().sum() for grad in grads)), parameters)
+        results.append(grads)
+    for ours, theirs in zip(*results, strict=True):
+        ref.close(ours, theirs, ref.FP32, "gradient")
+
+
 def test_functional_call_refuses_other_tensors_by_name(rank, world):
     model = zcompile.shard(nn.Linear(3, 4))
     x = torch.ones(1, 3)
@@ -267,10 +283,14 @@ def test_a_hook_that_returns_something_else_is_refused(rank, world):
         model(torch.ones(1, 3)).sum().backward()
 
 
-def test_hooks_of_a_frozen_parameter_do_not_fire(rank, world):
+def test_gradients_that_hooks_keep_stay_and_hooks_of_a_frozen_parameter_do_not_fire(rank, world):
     model = zcompile.shard(nn.Linear(3, 4))
     calls = []
     model.weight.register_hook(calls.append)
-    model.weight.requires_grad = False
+    for _ in range(2):  # the second adds to `.grad`
+        model(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(*(ref.full(grad) for grad in calls))
+    calls.clear()
+    model.weight.requires_grad, model.weight.grad = False, None
     model(torch.ones(1, 3)).sum().backward()
     assert not calls and model.weight.grad is None

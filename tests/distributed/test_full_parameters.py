@@ -15,6 +15,7 @@ import zcompile
 from tests.support.meshes import short_mesh
 from tests.support.models import Transformer, normal
 from tests.support.packed import Quantized
+from tests.support.raising import raises
 from tests.support.ranks import on_ranks, slow_case
 from tests.support.reference import backward_beside, compiled, full, lm_loss, pair, same_grads, same_parameters, sgd
 from tests.support.time_limits import scaled
@@ -106,17 +107,12 @@ def test_a_rank_that_leaves_early_is_an_error_of_the_others(rank, world):
 
 def test_misuse_is_refused(rank, world):
     model = zcompile.shard(Transformer())
-    with pytest.raises(ValueError, match=r"dtype must be floating-point, not torch.int8"):
-        zcompile.full_parameters(model, torch.int8)
-    with pytest.raises(ValueError, match="bucket_bytes must be positive"):
-        zcompile.full_parameters(model, bucket_bytes=0)
-    with pytest.raises(RuntimeError, match="no sharded parameter"):
-        zcompile.full_parameters(nn.Linear(2, 2))
-    with pytest.raises(RuntimeError, match="ranks iterate over different tensors"):
-        next(zcompile.full_parameters(model, bucket_bytes=100 + rank * 10000))
+    raises(ValueError, "dtype must be floating-point, not torch.int8", zcompile.full_parameters, model, torch.int8)
+    raises(ValueError, "bucket_bytes must be positive", zcompile.full_parameters, model, bucket_bytes=0)
+    raises(RuntimeError, "no sharded parameter", zcompile.full_parameters, nn.Linear(2, 2))
+    raises(RuntimeError, "different tensors", next, zcompile.full_parameters(model, bucket_bytes=100 + rank * 10000))
     handle = model.register_forward_hook(lambda *_: zcompile.full_parameters(model))
-    with pytest.raises(RuntimeError, match="inside of a forward"):
-        lm_loss(model, 0, rank)
+    raises(RuntimeError, "inside of a forward", lm_loss, model, 0, rank)
     handle.remove()
     with zcompile.unshard(model):
         zcompile.reset_stats(model)
@@ -149,11 +145,12 @@ def penalized_loss(model, step, rank):
 
 @pytest.mark.parametrize(
     "reduce, factor, loss",
-    [("", None, penalized_loss), ("each", None, penalized_loss), ("last", None, penalized_loss), ("", 3.0, head_loss)],
+    [*((how, None, penalized_loss) for how in ("", "each", "last", "shards")), ("", 3.0, head_loss)],
 )
 @pytest.mark.parametrize("prepare", [zcompile.shard, compiled])
 def test_a_loss_may_read_whole_parameters(rank, world, prepare, reduce, factor, loss):
-    reference, model = pair(Headless, functools.partial(prepare, gradient_divide_factor=factor))
+    mesh = dist.init_device_mesh("cpu", (world, 1) if reduce == "shards" else (world,))
+    reference, model = pair(Headless, functools.partial(prepare, mesh=mesh, gradient_divide_factor=factor))
     with zcompile.accumulate(model, reduce=reduce) if reduce else contextlib.nullcontext():
         for microbatch in range(3):
             backward_beside(rank, world, model, reference, loss, microbatch, divisor=factor or 0)

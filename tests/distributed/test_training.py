@@ -254,8 +254,7 @@ def test_backward_gathers_what_it_reads_within_the_budget(rank, world, gather_bu
     assert forward["gathers"] == parameters + tied and forward["reduces"] == 0
     assert backward["reduces"] == parameters
     # Of each block, backward reads the weights of 4 products, and (aten's layer norm backward) weight and bias of 2
-    # norms. It also reads the last norm, the head and the scale. It reads no bias of a product: `tag_recompute` forbids
-    # to redo an addition for it.
+    # norms. It also reads the last norm, the head and the scale. It reads no bias: `tag_recompute` redoes no addition.
     assert backward["gathers"] == 2 * (4 + 2 * 2) + 2 + 1 + 1
     beside = 2 * largest_bytes  # one beside the budget, one that a thread of gloo has not let go
     for peak_bytes in (forward["peak_unsharded_bytes"], backward["peak_unsharded_bytes"]):

@@ -171,8 +171,7 @@ def _serve(rank: int, world: int, backend: str, port: int, pipe, environment: di
         try:
             function = importlib.import_module(module)
             gc.collect()
-            # Else each collection would look at torch's and other modules' objects for a third of a second. DeepSpeed
-            # asks for many collections.
+            # Else each collection would look at torch's objects for 0.3 s. DeepSpeed asks for many collections.
             gc.freeze()
             for part in name.split("."):
                 function = getattr(function, part)

@@ -5,7 +5,6 @@ import re
 import signal
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,9 +26,8 @@ from zcompile.profile import compare, report
 from zcompile.profile.command import job_of
 from zcompile.profile.engines import file_name, find, names_of
 from zcompile.profile.flops import flops_of, grouped_product_flops
-from zcompile.profile.timeline import Parts, parts_of_step, wire_bytes
+from zcompile.profile.timeline import parts_of_step, wire_bytes
 from zcompile.profile.torch_engines import blocks_of
-from zcompile.profile.worker import MOST_TRACES, Run
 
 
 def test_options_in_the_names_of_engines():
@@ -360,19 +358,6 @@ def test_parts_of_a_step(events):
     slow = parts.at_speed(0.6)  # waits for another rank's host, which the trace slowed too
     assert (slow.step_ms, slow.compute_ms, slow.exposed_ms, slow.idle_ms) == pytest.approx((0.6, 0.5, 0.1, 0), abs=2e-3)
     assert parts.at_speed(0.4).step_ms == parts.compute_ms  # what the device computed is not denied
-
-
-@pytest.mark.parametrize("traced_ms, taken_ms", [([10.4, 9], 10.4), ([20, 10.6], 10.6), ([20, 13.0, 14, 10], 13.0)])
-def test_a_slow_trace_is_made_again(monkeypatch, traced_ms, taken_ms):
-    """Steps take 10.5 ms. The first trace about as fast is taken, or else the fastest of as many as are made."""
-    times = iter(traced_ms)
-    run = object.__new__(Run)
-    run.cuda, run.job = True, SimpleNamespace(trace=True)
-    run.traced = lambda: Parts(0.0, next(times), 0.0, 0.0, 0.0, 0.0, {})
-    monkeypatch.setattr("zcompile.profile.worker.dist.broadcast_object_list", lambda objects: None)
-    monkeypatch.setattr("zcompile.profile.worker.dist.get_rank", lambda: 0)
-    assert run.parts(10.5).traced_ms == taken_ms
-    assert MOST_TRACES == 3
 
 
 def test_bytes_on_the_wire():

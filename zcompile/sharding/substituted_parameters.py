@@ -27,7 +27,7 @@ def read_given(module: nn.Module, name: str) -> torch.Tensor | None:
     if sharded.is_whole and isinstance(given, torch.Tensor) and given.shape == sharded.parameter.shape:
         unsharded = given
     elif layout_of(given) == layout_of(sharded.parameter) and sharded.layout.inner is None:
-        unsharded = _gather(given)
+        unsharded = _gather(given, sharded.state.scale_of_means)
     else:
         raise RuntimeError(
             f"zcompile: parameter '{sharded.name}' was replaced after zcompile.shard (rank {dist.get_rank()}) by "
@@ -45,12 +45,13 @@ def layout_of(parameter: Any) -> tuple[Any, ...] | None:
     return parameter.shape, parameter.placements, parameter.device_mesh
 
 
-def _gather(given: DTensor) -> torch.Tensor:
+def _gather(given: DTensor, scale: float) -> torch.Tensor:
+    """All-gather `given`. Its gradient is the mean over ranks times `scale`, as that of a parameter."""
     dimensions = given.device_mesh.ndim
     replicated = given.redistribute(placements=[Replicate()] * dimensions)
-    unsharded = replicated.to_local(grad_placements=[Partial()] * dimensions)
-    if unsharded.requires_grad:
-        unsharded.register_hook(lambda grad: grad / given.device_mesh.size())
+    unsharded = replicated.to_local(grad_placements=[Partial("avg")] * dimensions)
+    if unsharded.requires_grad and scale != 1:
+        unsharded.register_hook(lambda grad: grad * scale)
     return unsharded
 
 

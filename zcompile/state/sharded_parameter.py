@@ -213,6 +213,11 @@ class ShardedParameter:
     def sharded_grad(self) -> Any:
         """Return `.grad`, first resharded like the parameter: the gradient of `parameter.sum()`, say, is replicated."""
         grad, spec = cast(Any, self.parameter.grad), cast(Any, self.parameter)._spec
+        if grad is not None and not isinstance(grad, DTensor):
+            raise RuntimeError(
+                f"zcompile: .grad of parameter '{self.name}' is a plain tensor (rank {dist.get_rank()}). Assign a "
+                "DTensor, such as distribute_tensor(grad, parameter.device_mesh, parameter.placements)."
+            )
         if grad is not None and grad._spec is not spec and grad.placements != spec.placements:
             grad = self.parameter.grad = grad.redistribute(placements=spec.placements)
         return grad

@@ -41,7 +41,9 @@ def run_grad_hooks(name: str, parameter: Any, grad: torch.Tensor) -> torch.Tenso
                 f"DTensor like its argument: {_describe(dtensor)}."
             )
         dtensor = result
-    return dtensor._local_tensor
+    return (
+        dtensor._local_tensor.clone()
+    )  # which becomes `.grad`: a hook may have kept the other, or returned a constant
 
 
 def run_post_accumulate_hooks(name: str, parameter: Any) -> None:

@@ -4,6 +4,7 @@ FSDP2 has these as `set_requires_all_reduce(False)` and `set_requires_gradient_s
 exchange which parameters have a gradient on any rank; for these, a rank without a gradient contributes zeros.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -11,7 +12,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from zcompile.ranks.process_groups import all_gather_over_mesh, is_fake
 from zcompile.state.microbatches import Deferred
@@ -46,31 +49,57 @@ class Deferral:
 class DeferredReplicas(Deferral):
     """Microbatches reduce-scatter inside of a replica. The block's end sums over replicas, in replica order.
 
-    `earlier` keeps gradients from before the block, which are summed over replicas already.
+    Two kinds of gradients are summed over replicas already, so they are kept apart until the end: `earlier`, from
+    before the block, and `own`, which autograd adds to a DTensor, as for a loss with `parameter.square().sum()`.
     """
 
     def __init__(self, states: Sequence[ShardedModel]):
         super().__init__([state for state in states if state.mesh.ndim == 2 and not is_fake(state.mesh)])
         self.earlier: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self.own: dict[nn.Parameter, torch.Tensor] = {}
+        # Autograd's node that accumulates into each DTensor, and its prehook. Without a reference to the node, backward
+        # would make another, without the prehook.
+        self.nodes: list[tuple[Node, RemovableHandle]] = []
 
     def begin(self) -> None:
         self.defer(Deferred.REPLICAS)
         for state in self.states:
             for sharded in state.parameters.values():
-                if sharded.parameter.grad is not None:
-                    self.earlier.append((sharded.parameter, sharded.parameter.grad))
-                    sharded.parameter.grad = None
+                parameter = sharded.parameter
+                if parameter.grad is not None:
+                    self.earlier.append((parameter, parameter.grad))
+                    parameter.grad = None
+                if parameter.requires_grad:
+                    node = get_gradient_edge(parameter).node
+                    self.nodes.append((node, node.register_prehook(functools.partial(self._keep_own, parameter))))
+
+    def _keep_own(self, parameter: Any, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Autograd prehook: move a gradient of the DTensor itself to `own`, and accumulate zeros instead."""
+        grad: Any = grads[0]
+        if grad.placements != parameter.placements:
+            grad = grad.redistribute(placements=parameter.placements)
+        if parameter.grad is None:  # also if the program has set it to None, which drops the gradients so far
+            self.own.pop(parameter, None)
+        self.own[parameter] = self.own[parameter] + grad if parameter in self.own else grad.clone()
+        return (torch.zeros_like(grad),)
+
+    def _end(self) -> None:
+        self.defer(Deferred.NOTHING)
+        for _, handle in self.nodes:
+            handle.remove()
+        self.nodes.clear()
 
     def finish(self) -> None:
-        self.defer(Deferred.NOTHING)
+        self._end()
+        own = [(parameter, grad) for parameter, grad in self.own.items() if parameter.grad is not None]
         for state in self.states:
             _sum_over_replicas(state)
-        for parameter, grad in self.earlier:
+        for parameter, grad in [*own, *self.earlier]:
             added = parameter.grad
             parameter.grad = grad if added is None else grad.add_(added)
 
     def drop(self) -> None:
-        self.defer(Deferred.NOTHING)
+        self._end()
         for state in self.states:
             for sharded in state.parameters.values():
                 sharded.parameter.grad = None
