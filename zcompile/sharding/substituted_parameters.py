@@ -17,7 +17,7 @@ from zcompile.state.sharded_parameter import ShardedParameter
 def read_given(module: nn.Module, name: str) -> torch.Tensor | None:
     """Return the unsharded value of the tensor, or the None, that replaces parameter `name` of `module`.
 
-    If it is a DTensor, its gradient is the mean over the ranks of its mesh. Raises RuntimeError if it is neither a
+    If it is a DTensor, its gradient is reduced as that of the parameter. Raises RuntimeError if it is neither a
     DTensor of the parameter's shape, placements and mesh, nor a whole tensor inside of `zcompile.unshard`.
     """
     sharded: ShardedParameter = module.__dict__[SHARDED + name]

@@ -41,9 +41,7 @@ def run_grad_hooks(name: str, parameter: Any, grad: torch.Tensor) -> torch.Tenso
                 f"DTensor like its argument: {_describe(dtensor)}."
             )
         dtensor = result
-    return (
-        dtensor._local_tensor.clone()
-    )  # which becomes `.grad`: a hook may have kept the other, or returned a constant
+    return dtensor._local_tensor.clone()  # a hook may have kept this tensor, or may return the same one again
 
 
 def run_post_accumulate_hooks(name: str, parameter: Any) -> None:
