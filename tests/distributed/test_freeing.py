@@ -22,6 +22,7 @@ from tests.support.reference import close, compiled, losses_of, pair
 from tests.support.time_limits import scaled
 from tests.support.unit_chains import Chain as UnitChain
 from tests.support.unit_chains import Part, chain_loss, inputs, make_chain, with_units
+from zcompile.compiler.backend import compile_graph
 from zcompile.state.sharded_model import state_of
 
 ops = torch.ops.zcompile
@@ -57,32 +58,31 @@ def alive(weak):
     return left
 
 
-@pytest.mark.parametrize("prepare", [zcompile.shard, compiled])
-def test_a_model_is_freed_with_its_last_reference(rank, world, prepare):
-    """In eager without the garbage collector."""
-    with no_collector() if prepare is zcompile.shard else contextlib.nullcontext():
-        model = prepare(make_model())
+@pytest.mark.parametrize("in_circles", [False, True])
+def test_a_model_is_freed_with_its_last_reference(rank, world, in_circles):
+    """Or by the garbage collector, if what users hang on modules and parameters makes circles."""
+    with no_collector():
+        model = zcompile.shard(make_model())
+        for each in [*model.modules(), *model.parameters()] if in_circles else ():
+            each.root = [model]
         train_step(model, rank)
         weak = references(model)
-        del model
-        if prepare is not zcompile.shard:
-            torch._dynamo.reset()  # it has compiled code of other tests' models too
+        model = each = None
+        if in_circles:
             gc.collect()
         assert not alive(weak), alive(weak)
 
 
-def test_a_model_with_circles_is_freed_by_the_garbage_collector(rank, world):
-    """What users hang on modules and parameters makes circles, which only the garbage collector frees."""
-    model = zcompile.shard(make_model())
-    for module in model.modules():
-        module.root = [model]
-    for parameter in model.parameters():
-        parameter.model = model
+@pytest.mark.parametrize("inner, limit", [("aot_eager", None), ("aot_eager", "1 GB"), ("inductor", "1 GB")])
+def test_compiled_code_does_not_hold_a_model(rank, world, inner, limit):
+    options, codes = {"inner": inner, "memory_limit": limit}, []
+    model = zcompile.shard(make_model(blocks=1))
+    model.compile(backend=lambda *graph: codes.append(compile_graph(*graph, options=options)) or codes[-1])
     train_step(model, rank)
     weak = references(model)
-    del model, module, parameter
+    del model
     gc.collect()
-    assert not alive(weak), alive(weak)
+    assert codes and not alive(weak), alive(weak)
 
 
 @pytest.mark.parametrize("prepare", [zcompile.shard, compiled])

@@ -82,7 +82,7 @@ def compile_graph(
     program = functools.partial(_program, _reads(gm), plan, settings)
     try:
         compiled = compile_planned(
-            gm, example_inputs, settings, plan, mode, agree=_agreeing(example_inputs, settings, program)
+            gm, example_inputs, settings, plan, mode, agree=_agreeing(example_inputs, settings, plan, program)
         )
     except Exception as error:
         if not isinstance(error, RestartAnalysis):  # Dynamo catches it and traces again: not a failure
@@ -123,13 +123,17 @@ def _stop_others(example_inputs: Sequence[Any], settings: Settings, error: Excep
 
 
 def _agreeing(
-    example_inputs: Sequence[Any], settings: Settings, program: Callable[[Sequence[Any]], list[Line]]
+    example_inputs: Sequence[Any], settings: Settings, plan: Plan, program: Callable[[Sequence[Any]], list[Line]]
 ) -> Agree | None:
-    """Return a function that returns the largest number of all ranks; None with p2p, where their plans may differ."""
+    """Return a function that returns the largest number of all ranks; None if ranks need not plan alike.
+
+    They need to with a memory limit, except with p2p. The function must not hold inputs: it lives as long as the code.
+    """
     agreement = next((_agreement_of(model, settings) for model in _models(example_inputs)), None)
-    if agreement is None:
+    if agreement is None or plan.memory_limit is None:
         return None
-    return lambda name, number: agreement.largest([*program(example_inputs), Line(f"has a number of {name}")], number)
+    lines = program(example_inputs)
+    return lambda name, number: agreement.largest([*lines, Line(f"has a number of {name}")], number)
 
 
 def partition(
@@ -162,8 +166,8 @@ def compile_planned(
     _warn_if_unsharded(gm, example_inputs)
     if settings.inner == "aot_eager":
         return compile_aot_eager(gm, example_inputs, plan, agree=agree)
-    agrees = agree is not None and plan.memory_limit is not None
-    split = functools.partial(split, agree=agree) if agrees else split
+    split = functools.partial(split, agree=agree) if agree else split
+    agrees = agree is not None
     return compile_inductor(gm, example_inputs, plan, split, settings.inductor, mode, settings.cuda_graphs, agrees)
 
 

@@ -43,13 +43,20 @@ def watch_order(runtime: _C.Model, groups: Groups, timeout_s: float) -> Callable
     """Watch the collectives of `runtime`. All models over one process group share a thread, until all are freed.
 
     Returns a function that takes a rank, and returns how many collectives that rank has started, as it last published.
+    Compiled code may hold this function, so the function must not hold `runtime`.
     """
     watch = _watches.get(groups.gather)
     # A new group may have the name of a destroyed one, but has another store.
     if watch is None or watch.base is not base_store() or not watch.add(runtime):
         _watches[groups.gather] = OrderWatch(runtime, groups, timeout_s)
-    store = _store_of(groups)
-    return lambda rank: started_here(runtime) if rank == groups.ranks[groups.rank] else started_there(store, rank)
+    store, weak = _store_of(groups), weakref.ref(runtime)
+
+    def started(rank: int) -> int:
+        if rank != groups.ranks[groups.rank]:
+            return started_there(store, rank)
+        return 0 if (runtime := weak()) is None else started_here(runtime)
+
+    return started
 
 
 class OrderWatch:
