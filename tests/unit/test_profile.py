@@ -284,14 +284,13 @@ def test_a_loss_that_strays_is_marked():
     assert strays == {"one": False, "two": False, "other": True, "limit": None, "none": True}
 
 
-def test_a_failure_and_an_interruption_keep_what_there_is(tmp_path, monkeypatch):
+def test_a_failure_and_an_interruption_keep_what_there_is(tmp_path, monkeypatch, capsys):
     def run(job):
         if job.engine == "simplefsdp":
             raise compare.Failed("ValueError: no")
         if job.engine == "ddp":
             raise KeyboardInterrupt
-        counts = {"peak_bytes": 1}
-        return {"step_ms": [1.0, 3.0, 2.0], "losses": [2.0, 1.0], "tokens": 8, "about": "2 x CPU", **counts}
+        return {"step_ms": [1.0, 3.0, 2.0], "losses": [2.0, 1.0], "tokens": 8, "about": "2 x CPU", "peak_bytes": 1}
 
     monkeypatch.setattr(compare, "run", run)
     arguments = ["--engines", "simplefsdp,eager,ddp,fsdp2"]
@@ -300,6 +299,7 @@ def test_a_failure_and_an_interruption_keep_what_there_is(tmp_path, monkeypatch)
     assert results["eager"]["step_ms"]["median"] == 2.0 and results["eager"]["step_ms"]["repeats"] == [2.0]
     assert results["simplefsdp"] == {"failed": "ValueError: no"}
     assert results["ddp"] == results["fsdp2"] == {"failed": "interrupted"}
+    assert "eager: 2.0 ms a step" in capsys.readouterr().err
 
 
 def event(name, category, begin, end, thread=1, **args):

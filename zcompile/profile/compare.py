@@ -110,9 +110,13 @@ def compare(job: Job, counted: Mapping[str, Any], engines: list[str], repeats: i
                 shutil.rmtree(cache, ignore_errors=True)
             try:
                 trace = repeat == 0 and not job.untraced
-                measured[name].append(run(replace(job, engine=name, folder=str(folder), cache=str(cache), trace=trace)))
+                one = run(replace(job, engine=name, folder=str(folder), cache=str(cache), trace=trace))
             except Failed as error:
                 absent[name] = {"failed": str(error)}
+                continue
+            measured[name].append(one)
+            gib = one["peak_bytes"] / 2**30  # printed, in case this process is killed before it writes the report
+            print(f"{name}: {statistics.median(one['step_ms']):.1f} ms a step, peak {gib:.2f} GiB", file=sys.stderr)
     except KeyboardInterrupt:  # the results so far are reported
         interrupted = True
         absent = {name: {"failed": "interrupted"} for name in engines if not measured[name]} | absent
