@@ -45,7 +45,8 @@ class Zcompile:
     ):
         rank, self.world = dist.get_rank(), dist.get_world_size()
         names = dict(zip(("gather", "reduce"), group_names, strict=True))
-        self.runtime = _C.Model(**names, replicate="", rank=rank, world=self.world, native_reduce=native_reduce)
+        ranks = {"rank": rank, "world": self.world, "global_rank": rank}
+        self.runtime = _C.Model(**names, **ranks, replicate="", native_reduce=native_reduce)
         self.chunk = numel // self.world
         self.shards = [torch.randn(self.chunk, device=DEVICE) for _ in range(count)]
         self.grads = [torch.randn(self.world, self.chunk, device=DEVICE, dtype=torch.bfloat16) for _ in range(count)]

@@ -293,14 +293,15 @@ void bind_model(py::module& module) {
   py::class_<Model, std::shared_ptr<Model>>(module, "Model")
       .def(
           py::init([](std::string gather, std::string reduce, std::string replicate, int64_t rank, int64_t world,
-                      bool native_reduce, int64_t number, int64_t domain, std::optional<double> divisor) {
-            auto groups = Groups{std::move(gather), std::move(reduce), std::move(replicate)};
+                      int64_t global_rank, bool native_reduce, int64_t number, int64_t domain,
+                      std::optional<double> divisor) {
+            auto groups = Groups{std::move(gather), std::move(reduce), std::move(replicate), global_rank};
             return std::shared_ptr<Model>(
                 new Model(std::move(groups), rank, world, native_reduce, number, {domain, divisor}),
                 delete_without_gil);
           }),
           py::kw_only(), py::arg("gather"), py::arg("reduce"), py::arg("replicate"), py::arg("rank"), py::arg("world"),
-          py::arg("native_reduce") = false, py::arg("number") = 0, py::arg("domain") = 0,
+          py::arg("global_rank"), py::arg("native_reduce") = false, py::arg("number") = 0, py::arg("domain") = 0,
           py::arg("divisor") = py::none())
       .def(
           "add", add_parameter, py::kw_only(), py::arg("name"), py::arg("shard"), py::arg("shape"), py::arg("chunk"),

@@ -67,7 +67,7 @@ void refuse_lost_writes(ParamState& param) {
   if (written) versions.clear();
   TORCH_CHECK(
       !written, "zcompile: parameter '", param.name, "' was modified in place through its owning module on rank ",
-      param.model->rank(),
+      param.model->global_rank(),
       ". That writes to a gathered copy and is lost: modify the DTensor in model.parameters() under torch.no_grad(), "
       "or initialise before zcompile.shard(). The parameter is as it was before.");
   const auto is_gone = [](const auto& version) { return version.unique(); };  // nothing can write to that copy
@@ -77,7 +77,8 @@ void refuse_lost_writes(ParamState& param) {
 void refuse_subclass(const ParamState& param) {
   TORCH_CHECK(
       param.subclass.empty(), "zcompile: parameter '", param.name, "' is a ", param.subclass,
-      ", whose all-gather hooks run in eager, with the other parameters of its block (rank ", param.model->rank(),
+      ", whose all-gather hooks run in eager, with the other parameters of its block (rank ",
+      param.model->global_rank(),
       "). A graph or a read outside of that block cannot gather it. Compile the layers of the model one by one "
       "(layer.compile()), and read the parameter inside of its layer's forward.");
 }
@@ -85,7 +86,7 @@ void refuse_subclass(const ParamState& param) {
 void refuse_in_unshard(const ParamState& param) {
   TORCH_CHECK(
       !param.is_whole, "zcompile: compiled code gathers parameter '", param.name, "' inside of zcompile.unshard (rank ",
-      param.model->rank(),
+      param.model->global_rank(),
       "), where the parameter may have other values. Inside of zcompile.unshard, call the model itself, which then "
       "runs in eager, and not a compiled function around it.");
 }

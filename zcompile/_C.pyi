@@ -34,6 +34,7 @@ class Model:
         replicate: str,
         rank: int,
         world: int,
+        global_rank: int,
         native_reduce: bool = False,
         number: int = 0,
         domain: int = 0,

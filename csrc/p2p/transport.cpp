@@ -174,7 +174,7 @@ class P2pTransport : public Transport {
             stderr,
             "zcompile: rank %s gathers '%s', but another rank did not gather it in time, for example because it "
             "compiles. This rank goes on without waiting. Results are right, but gathers are slower for some steps.\n",
-            std::to_string(context_.rank()).c_str(), context_.param(overdue.wait.param).name.c_str());
+            std::to_string(context_.global_rank()).c_str(), context_.param(overdue.wait.param).name.c_str());
       }
       return gave_up != Signals::GaveUp::no;
     } catch (const std::exception& error) {  // the device has failed; the next call on it raises too
@@ -186,7 +186,7 @@ class P2pTransport : public Transport {
   std::string describe(const PeerWait& wait, cudaStream_t stream) {
     const auto name = wait.param < 0 ? "" : " '" + context_.param(wait.param).name + "'";
     const auto missing = stream ? signals_.missing(wait, stream) : "";
-    return "zcompile: rank " + std::to_string(context_.rank()) + " waited for other ranks " + wait.what + name +
+    return "zcompile: rank " + std::to_string(context_.global_rank()) + " waited for other ranks " + wait.what + name +
            " until the process group's timeout: a rank stopped, left the training loop early, or gathers or reduces "
            "other parameters than this rank. " +
            (missing.empty() ? "" : "In the gather group, " + missing + ". ") +

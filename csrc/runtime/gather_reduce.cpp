@@ -96,7 +96,7 @@ void wait_for(const InFlight& in_flight, const Model& model, const char* op) {
   } catch (const std::exception& error) {
     for (const auto& order : model.orders()) order->check();  // throws a better error if ranks are known to differ
     TORCH_CHECK(
-        false, "zcompile::", op, ": rank ", model.rank(), " did not get '",
+        false, "zcompile::", op, ": rank ", model.global_rank(), " did not get '",
         in_flight.param ? in_flight.param->name : "", "' from other ranks: a rank stopped; see its error. ",
         message_of(error));
   }
@@ -141,7 +141,7 @@ at::Tensor as_wire(const Transport& transport, const ParamState& param, const at
       grad.sizes(), ", but the parameter has shape ", at::IntArrayRef(param.shape));
   TORCH_CHECK(
       param.shard.element_size() > 1, "zcompile::reduce: the parameter '", param.name, "' has dtype ",
-      param.shard.scalar_type(), " on rank ", param.model->rank(),
+      param.shard.scalar_type(), " on rank ", param.model->global_rank(),
       ", which cannot have gradients: set its requires_grad to False");
   return as_flat(grad.to(transport.wire_dtype(param, grad.scalar_type())));
 }
@@ -157,7 +157,7 @@ ReduceExtras make_extras(ParamState& param, const at::Tensor& gradient) {
 std::vector<at::Tensor> start_gather(
     c10::ArrayRef<ParamState*> params, c10::ArrayRef<at::ScalarType> dtypes, bool only_read) {
   auto& model = model_of(params);
-  const OneThread guard(params.front()->name, model.rank());
+  const OneThread guard(params.front()->name, model.global_rank());
   int64_t bytes = 0;
   for (size_t i = 0; i < params.size(); ++i) {
     bytes += params[i]->numel * static_cast<int64_t>(c10::elementSize(dtypes[i]));
@@ -203,7 +203,8 @@ std::vector<at::Tensor> gather_components_start(c10::ArrayRef<ParamState*> compo
     auto& component = *components[i];
     TORCH_CHECK(
         inputs[i].numel() == component.chunk, "zcompile: an all-gather input of '", component.name, "' has ",
-        inputs[i].numel(), " elements on rank ", component.model->rank(), ", not ", component.chunk, ": zcompile bug");
+        inputs[i].numel(), " elements on rank ", component.model->global_rank(), ", not ", component.chunk,
+        ": zcompile bug");
     refuse_change_before_backward(component);
     dtypes.push_back(inputs[i].scalar_type());
     before.push_back(std::exchange(component.shard, as_flat(inputs[i].detach())));
@@ -219,7 +220,7 @@ void refuse_change_before_backward(ParamState& param) {
   }
   TORCH_CHECK(
       param.forward_version == version, "zcompile: parameter '", param.name,
-      "' was modified between forward and backward on rank ", param.model->rank(),
+      "' was modified between forward and backward on rank ", param.model->global_rank(),
       ". Backward gathers it again, and would compute gradients with the new values. Run backward before the "
       "optimizer's step.");
 }
@@ -256,7 +257,7 @@ void refuse_split_backward(const Model& model, const ParamState& param) {
                         torch::autograd::get_current_graph_task_keep_graph() && !takes_gradient(param);
   TORCH_CHECK(
       !is_split, "zcompile: a split backward (of inputs alone, with retain_graph=True) reached parameter '", param.name,
-      "' on rank ", model.rank(),
+      "' on rank ", model.global_rank(),
       " inside of zcompile.accumulate. Compiled code cannot compute gradients of parameters later: run a zero-bubble "
       "pipeline in eager.");
 }
@@ -286,7 +287,7 @@ at::Tensor defer_reduce(const Model& model, ParamState* param, const at::Tensor&
 
 std::vector<at::Tensor> reduce_start(c10::ArrayRef<ParamState*> params, at::TensorList grads) {
   auto& model = model_of(params);
-  const OneThread guard(params.front()->name, model.rank());
+  const OneThread guard(params.front()->name, model.global_rank());
   const auto transport = model.transport();
   std::vector<at::Tensor> wires, results;
   for (const auto* param : params) refuse_split_backward(model, *param);
@@ -328,7 +329,7 @@ at::Tensor flat_indices(const at::Tensor& indices) { return as_flat(indices.to(a
 
 at::Tensor gather_rows(ParamState* param, at::ScalarType dtype, const at::Tensor& indices) {
   auto& model = model_of(param);
-  const OneThread guard(param->name, model.rank());
+  const OneThread guard(param->name, model.global_rank());
   const auto columns = columns_of(*param);
   const auto flat = flat_indices(indices);
   auto rows = at::empty({flat.numel(), columns}, param->shard.options().dtype(dtype).requires_grad(false));
@@ -344,7 +345,7 @@ at::Tensor gather_rows(ParamState* param, at::ScalarType dtype, const at::Tensor
 at::Tensor reduce_rows_start(
     ParamState* param, const at::Tensor& grad, const at::Tensor& indices, at::ScalarType dtype) {
   auto& model = model_of(param);
-  const OneThread guard(param->name, model.rank());
+  const OneThread guard(param->name, model.global_rank());
   const auto transport = model.transport();
   refuse_split_backward(model, *param);
   if (model.defers_reduces()) {

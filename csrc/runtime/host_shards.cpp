@@ -24,8 +24,9 @@ int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.
 
 HostShards::HostShards(TransportContext& model)
     : TransportContext(
-          {model.groups().replicate, model.groups().replicate, ""}, resolve_group(model.groups().replicate)->getRank(),
-          resolve_group(model.groups().replicate)->getSize(), /*native_reduce=*/false, model.number(),
+          {model.groups().replicate, model.groups().replicate, "", model.global_rank()},
+          resolve_group(model.groups().replicate)->getRank(), resolve_group(model.groups().replicate)->getSize(),
+          /*native_reduce=*/false, model.number(),
           {model.domain(), model.divisor(resolve_group(model.groups().replicate)->getSize())}),
       model_(model),
       transport_(make_c10d_transport(*this)) {}
@@ -126,7 +127,7 @@ void HostShards::wait(ParamState& param) {
     throw;
   } catch (const std::exception& error) {
     TORCH_CHECK(
-        false, "zcompile: rank ", model_.rank(), " of host ", rank(), " did not get '", param.name,
+        false, "zcompile: rank ", global_rank(), " of host ", rank(), " did not get '", param.name,
         "' from the other hosts: a host or the network between hosts stopped. Restart the job from its last "
         "checkpoint. ",
         message_of(error));

@@ -43,7 +43,8 @@ void Model::replace(int64_t index, const at::Tensor& leaf) {
   auto& param = state(index);
   TORCH_CHECK(
       leaf.numel() == param.shard.numel(), "zcompile: the new shard of '", param.name, "' has ", leaf.numel(),
-      " elements on rank ", rank(), ", the old one ", param.shard.numel(), ". Assign one with the same placements.");
+      " elements on rank ", global_rank(), ", the old one ", param.shard.numel(),
+      ". Assign one with the same placements.");
   unregister_param(&param);
   param.leaf = weak_of(leaf);
   param.shard = leaf.detach();

@@ -274,7 +274,7 @@ class C10dTransport : public Transport {
     for (const auto& order : orders_) order->check();  // throws a better error if ranks are known to differ
     C10_THROW_ERROR(
         DistBackendError, c10::str(
-                              "zcompile: rank ", context_.rank(), " cannot ", verb, " '", name,
+                              "zcompile: rank ", context_.global_rank(), " cannot ", verb, " '", name,
                               "' with the other ranks: a rank stopped (see its error), or the network failed. ", why));
   }
 

@@ -13,11 +13,12 @@
 
 namespace zcompile {
 
-// Names of process groups.
+// Names of process groups, and this process's global rank.
 struct Groups {
   std::string gather;  // the ranks that share the shards
   std::string reduce;  // the same ranks, another communicator: gathers and reduces overlap only then
   std::string replicate;  // ranks with the same shard, or pieces of it; empty on a 1-D mesh
+  int64_t global_rank = 0;  // errors name a process by it
 };
 
 // The parameters of a model that are sharded over one mesh. Experts over another mesh are a second domain.
@@ -43,6 +44,7 @@ class TransportContext {
 
   const Groups& groups() const { return groups_; }
   int64_t rank() const { return rank_; }
+  int64_t global_rank() const { return groups_.global_rank; }
   int64_t world() const { return world_; }
   bool native_reduce() const { return native_reduce_; }
   int64_t number() const { return number_; }

@@ -99,7 +99,7 @@ class Groups:
 
     def make_runtime(self, **options: Any) -> _C.Model:
         own = {name: value for name, value in asdict(self).items() if name != "ranks"}
-        return _C.Model(**own, **options)
+        return _C.Model(**own, global_rank=self.ranks[self.rank], **options)
 
     def make_runtime_to_measure(self) -> _C.Model:
         """Make a runtime without parameters over these groups, to measure transfers."""
