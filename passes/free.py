@@ -76,7 +76,10 @@ def _last_dgrads(dgrads: list[Node], gradients: set[Node]) -> dict[Node, Node]:
 
 
 def _sum_of(node: Node) -> Node:
-    """Follow additions, moves and casts from `node` while each node has one reader. Return the last of these nodes."""
+    """Return the last node of the sum that `node` enters, so that dgrads of one sum are known by it.
+
+    Follows additions, views, transposes and casts, as long as each node has one reader.
+    """
     while len(node.users) == 1:
         (user,) = node.users
         is_sum = user.target is aten.add.Tensor or (user.target is aten.addmm.default and user.args[0] is node)

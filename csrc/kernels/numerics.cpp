@@ -140,7 +140,8 @@ void mean(const std::vector<at::Tensor>& rows, double divisor, at::Tensor out, c
     TORCH_CHECK(
         row.device() == out.device() && row.dtype() == rows[0].dtype() && row.numel() == out.numel() &&
             row.is_contiguous(),
-        "zcompile: rows of a mean must be contiguous, on the device of the result, and equal in dtype and size");
+        "zcompile: a gradient to average is not contiguous, or its device, dtype or size is not that of the others: "
+        "a zcompile bug");
     addresses.push_back(row.const_data_ptr());
   }
   mean({MeanRequest{std::move(addresses), rows[0].scalar_type(), std::move(out), extras}}, divisor);

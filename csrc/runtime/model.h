@@ -137,8 +137,9 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   void count_step();  // counts an optimizer step outside of backward, for the comparison of ranks
   const std::vector<std::shared_ptr<OrderLog>>& orders() const { return orders_; }
 
-  // Called by every gather and reduce. The first call in a backward, and the first call after it, abandon transfers
-  // that are still in flight. The first call in a backward also makes autograd call finish_backward() at its end.
+  // Called by every gather and reduce. The first call in a backward, and the first call after it, wait for and drop the
+  // transfers that a forward or backward left when it raised. The first call in a backward also makes autograd call
+  // finish_backward() at its end.
   void note_backward();
   // While on, new transfers are never abandoned: the code that starts them waits for them, even after an error.
   void keep_in_flight(bool on) { keeps_in_flight_ = on; }

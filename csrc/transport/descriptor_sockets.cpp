@@ -67,7 +67,9 @@ struct Address {
 
   explicit Address(const std::string& name) {
     const auto path = "zcompile-" + name;
-    TORCH_CHECK(name.size() == DescriptorSockets::name_length, "zcompile: '", name, "' is no name of a socket");
+    TORCH_CHECK(
+        name.size() == DescriptorSockets::name_length, "zcompile: a rank sent '", name,
+        "' as the name of its socket (p2p): the ranks' builds differ, or a zcompile bug");
     address.sun_family = AF_UNIX;
     std::copy(path.begin(), path.end(), address.sun_path + 1);  // after a zero byte: an abstract socket
     length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + path.size());
@@ -108,7 +110,9 @@ struct Message {
   msghdr header{};
 
   explicit Message(size_t count) {
-    TORCH_CHECK(count <= DescriptorSockets::max_descriptors, "zcompile: more file descriptors than one message holds");
+    TORCH_CHECK(
+        count <= DescriptorSockets::max_descriptors, "zcompile: ", count,
+        " file descriptors in one message of p2p: a zcompile bug");
     header.msg_iov = &data;
     header.msg_iovlen = 1;
     header.msg_control = control;

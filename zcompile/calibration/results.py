@@ -73,7 +73,7 @@ class Calibration:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the file has no usable figures ({error})") from None
         if not are_positive:
-            raise ValueError("a figure in the file is no positive number")
+            raise ValueError("the file has a rate or time that is not a positive number")
         return made
 
     @property

@@ -42,7 +42,7 @@ def network_of(gbit_s: float) -> Network:
 # Bytes of an element in a step of AdamW in fp32: reads weight, gradient and two moments, writes all but the gradient.
 ADAM_BYTES = 28
 
-# Rates of attention kernels, as shares of flash attention's rate: measured on an H100; "math" is an estimate.
+# Rates of attention kernels, divided by flash attention's rate: measured on an H100; "math" is an estimate.
 ATTENTION_SHARES = {"flash": 1.0, "cudnn": 1.8, "flex": 1.03, "efficient": 0.48, "math": 0.1}
 
 # A dtype without a matmul rate in a table -> (the dtype whose rate is used instead, the share of that rate).

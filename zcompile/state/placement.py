@@ -223,9 +223,11 @@ def layout_for(
 
     Args:
         param_dtype: the dtype of gathers. Parameters that cannot train, such as integers, keep their own dtype.
-        meshes: the inner meshes so far, each mapped to the first mesh that equals it. This call adds that of
-            `parameter`. Equal slices of a mesh become one object, so layouts are equal, and modules share a subclass.
-        is_extended: whether to gather a plain tensor as components; tensor subclasses always are.
+        meshes: the meshes of parameters that were DTensors before, such as by TP, each mapped to the first mesh that
+            equals it. This call adds the mesh of `parameter`. Equal slices of a mesh become one object, so layouts are
+            equal, and modules share a subclass.
+        is_extended: whether to gather the tensors that `fsdp_pre_all_gather` of a plain tensor returns, in place of the
+            tensor. Tensor subclasses are always gathered as such tensors.
     """
     part, dim = part_of(parameter.detach()), placement.shard.dim
     shape = tuple(part.shape)

@@ -120,7 +120,10 @@ class Generation:
             self.replay(self.recordings[running[0]])
 
     def meet(self, number: int) -> list[int]:
-        """Send `number` (a module's, or a state such as `_DONE`) to the other ranks. Return each rank's number."""
+        """Wait until all ranks call this, so that all run the same module next. Return the number that each rank gave.
+
+        `number`: of the module that this rank runs next, or a state such as `_DONE`.
+        """
         try:
             said = self.meeting.meet(number)
             if number != _FAILED:
