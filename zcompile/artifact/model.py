@@ -298,7 +298,7 @@ class FromFile:
         """Compare the file's fingerprint with this rank's and this call's.
 
         Returns:
-            FITS; ABSENT if this run makes the file and must add the code of this call; else the reason why the file does not fit.
+            FITS; ABSENT if this run makes the file and must add this call's code; else why the file does not fit.
         """
         shared, state = self.shared, state_of(model)
         if not shared.surroundings:

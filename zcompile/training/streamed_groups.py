@@ -73,7 +73,7 @@ def _aligned(numel: int, alignment: int) -> int:
 class Slot:
     """Device buffers for one group at a time. `free`: an event after which the buffers may be overwritten.
 
-    The first event comes after the allocation, because in deterministic mode torch fills new memory on the compute stream.
+    The first event comes after the allocation, because deterministic mode fills new memory, on the compute stream.
     """
 
     def __init__(self, rows: int, capacity: int, device: torch.device, link: HostLink):
