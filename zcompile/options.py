@@ -143,7 +143,7 @@ class Settings:
     microbatch_cache_bytes: int | None = None
     """Most bytes of parameters that stay unsharded from microbatch to microbatch inside of `zcompile.accumulate`.
     Parameters that are gathered first are cached first. Default: a quarter of the memory of a rank (see
-    `gather_budget_bytes`) that remains after shards, gradients and two optimizer states. With the DeepSpeed flag, the
+    `gather_budget_bytes`) that remains after shards, gradients and two optimizer states. In a DeepSpeed config, the
     default is 0: give this option only if partitions do not change between the microbatches of a step."""
 
     cuda_graphs: bool = False

@@ -35,7 +35,7 @@ def test_a_lost_write_raises_once_and_changes_nothing(rank, world, inner, units,
         assert torch.equal(before, after)
         after.sum().backward()
     model[0].writes = True
-    with torch.no_grad(), pytest.raises(RuntimeError, match="'0[.]weight' was modified in place"):  # again, and once
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"'0[.]weight' was modified in place"):  # again, once
         model(x)
 
 

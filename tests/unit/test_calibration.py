@@ -108,11 +108,11 @@ def damaged(text):
     yield f"format is not version {module.VERSION}", json.dumps({**read, "version": 99})
     yield f"format is not version {module.VERSION}", "[]"
     yield "has no usable", json.dumps({name: each for name, each in read.items() if name != "bytes_s"})
-    yield "no positive number", json.dumps({**read, "kernel_s": -1.0})
+    yield "not a positive number", json.dumps({**read, "kernel_s": -1.0})
     yield "has no usable", json.dumps({**read, "bytes_s": "fast"})
-    yield "no positive number", json.dumps({**read, "matmul_flops_s": [["bfloat16", 0]]})
+    yield "not a positive number", json.dumps({**read, "matmul_flops_s": [["bfloat16", 0]]})
     unmeasured = {**read["wires"][0], "gather": [[1000, 2.0], [2000, 0.0]]}
-    yield "no positive number", json.dumps({**read, "wires": [unmeasured]})
+    yield "not a positive number", json.dumps({**read, "wires": [unmeasured]})
     yield "has no usable", json.dumps({**read, "wires": [{"transport": "nccl"}]})
     yield "its torch is 1.0, not", json.dumps({**read, "torch": "1.0"})
     yield "its device is abacus, not", json.dumps({**read, "device": "abacus"})

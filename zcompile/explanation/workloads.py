@@ -136,6 +136,7 @@ def import_alone(file: Path) -> ModuleType:
         raise BadInput(f"--module takes a Python file, and {file} is none")
     loaded = importlib.util.module_from_spec(specification)
     sys.modules[specification.name] = loaded  # where pickle and dataclasses look
+    sys.path.insert(0, str(file.resolve().parent))  # as `python file.py` does
     specification.loader.exec_module(loaded)
     return loaded
 

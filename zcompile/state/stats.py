@@ -29,7 +29,7 @@ def stats(model: nn.Module) -> dict[str, Any]:
             captures added to the memory pool that the graphs share ("pool_bytes"), the number of "replays", and
             "uncaptured": reason -> calls of compiled code that ran without a graph. Counts the first mesh only.
         compiled: the origin of compiled code, and why: "loaded from ...", "loaded: rank 0 compiled it ...",
-            "compiled by this process: ..."; "" if no compiled code has run.
+            "compiled by this process", with the reason if a file was asked for; "" if no compiled code has run.
 
     Raises:
         RuntimeError: `model` is not sharded.
