@@ -10,6 +10,11 @@ from zcompile.explanation.planned_graph import Gather, PlannedGraph, Width
 GIB, MIB = 1 << 30, 1 << 20
 ROWS = 12  # most gathers of a graph in the text: those with the most exposed time, then the largest
 GATHER_COLUMNS = ("MiB", "dtype", "bucket", "starts", "arrives", "dies", "transfer us", "exposed us", "")
+CAUSES = {  # of exposed communication; see `PlannedGraph.held_by`
+    "wire": "the link's rate",
+    "budget": "gather_budget_bytes or reduce_budget_bytes",
+    "order": "the order of transfers",
+}
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class Explanation:
         if any(graph.gathers for graph in self.graphs):
             lines.append(
                 "starts, arrives, dies: by number of node, where a gather starts, is waited for, and has its last "
-                "reader. One transfer gathers a bucket; each parameter has a share of its times, by bytes."
+                "reader. One transfer gathers all parameters with one bucket number; each has its share of the times."
             )
         lines.append(f"AdamW, fp32: {self.optimizer_ms:.2f} ms. Figures of the machine: {self.rests_on}.\n")
         return "\n".join(lines)
@@ -135,14 +140,14 @@ def graph_text(graph: PlannedGraph) -> str:
 
 def _heading(graph: PlannedGraph) -> str:
     on_their_way = f", at most {graph.reduce_budget_bytes / MIB:.0f} on their way" if graph.reduced_bytes else ""
-    held_by = f", held by {graph.held_by}" if graph.held_by else ""
-    exposed = f"exposed {graph.exposed_ms:.2f} ms (at least {graph.least_exposed_ms:.2f}{held_by})"
+    cause = f", mainly by {CAUSES[graph.held_by]}" if graph.held_by else ""
+    exposed = f"exposed {graph.exposed_ms:.2f} ms{cause} (at least {graph.least_exposed_ms:.2f} in any schedule)"
     return (
         f"\n{graph.kind}, {graph.nodes} nodes: compute {graph.compute_ms:.2f} ms, {exposed}, "
-        f"slowed by transfers {graph.slowed_ms:.2f} ms; gathers {graph.gathered_bytes / MIB:.0f} MiB, "
+        f"slower by {graph.slowed_ms:.2f} ms beside transfers; gathers {graph.gathered_bytes / MIB:.0f} MiB, "
         f"reduces {graph.reduced_bytes / MIB:.0f} MiB{on_their_way}; "
         f"unsharded at once {graph.unsharded_bytes / MIB:.0f} MiB of {graph.bound_bytes / MIB:.0f}; "
-        f"alive {graph.live_bytes / GIB:.2f} GiB"
+        f"activations, parameters and gradients at once {graph.live_bytes / GIB:.2f} GiB"
     )
 
 
