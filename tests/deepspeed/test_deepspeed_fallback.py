@@ -91,8 +91,6 @@ def test_a_hook_on_a_parameter_gives_the_engine_back(rank, world, late, hooked):
 
 
 class Experts(OneOfTwo):
-    """The loss."""
-
     def forward(self, x, second):
         return super().forward(x, second).square().sum()
 

@@ -158,7 +158,6 @@ CASES = [slow_case(1, False, {}), slow_case(4, False, {}), slow_case(2, True, {}
 
 @pytest.mark.parametrize("world, autocast, how", [(2, False, {}), *CASES])
 def test_training_from_a_file_is_bitwise_that_of_a_compile(ranks, inductor_cache, tmp_path, world, autocast, how):
-    """And compiles nothing."""
     path, pool = tmp_path / "model.zc", ranks(world)
     make_file(path, world, autocast=autocast, **how)
     loaded = pool.run(rank_loads, path, tmp_path / "empty", autocast, how)

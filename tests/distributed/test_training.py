@@ -165,6 +165,12 @@ def test_clipping_and_fused_adamw_step_as_unsharded(rank, world):
     ref.train_beside(rank, world, optimizer=adamw, before_step=clip, parameter_tolerance=1e-4)
 
 
+def test_the_largest_gradient_is_found_beside_an_empty_shard(rank, world):
+    model = zcompile.shard(nn.Linear(4, 1))
+    model(torch.tensor([1.0, -3.0, 2.0, 0.5])).backward()
+    assert zcompile.clip_grad_norm_(model.parameters(), 9.0, float("inf")) == 3
+
+
 @pytest.mark.parametrize("name", ["llama", *(slow_case(name) for name in HUGGING_FACE[1:])])
 @on_ranks(2, needs="transformers")
 def test_hugging_face_models_train_in_one_graph(rank, world, name):

@@ -139,7 +139,6 @@ def results_of(model, optimizer):
 
 
 def hosted(model, link):
-    """The names of parameters that lie in host memory."""
     return {name for name, parameter in model.named_parameters() if link.is_host(parameter.to_local())}
 
 
@@ -165,7 +164,6 @@ def train(model, optimizer, link, rank, steps):
 
 
 def linear_steps(rank, link, steps=4):
-    """Parameters and states of steps."""
     model, optimizer = linear(link)
     train(model, optimizer, link, rank, range(steps))
     return results_of(model, optimizer)

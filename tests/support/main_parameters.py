@@ -36,7 +36,6 @@ def halve(model, *_):
 
 
 def other_values(model, device=None):
-    """Of other DTensors."""
     return {name: (-value).to(device or value.device) for name, value in model.state_dict().items()}
 
 

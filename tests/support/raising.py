@@ -9,7 +9,6 @@ RAISES: list = []  # not empty: `may_raise` raises
 
 @torch.library.custom_op("zcompile_tests::may_raise_here", mutates_args=())
 def may_raise(x: torch.Tensor) -> torch.Tensor:
-    """A copy of `x`, unless it raises."""
     if RAISES:
         raise RuntimeError("broken on purpose")
     return x.clone()

@@ -140,7 +140,6 @@ def test_a_parameter_stays_in_its_place(edit):
 
 @pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
 def test_sparse_gradients_are_refused(make):
-    """By name. The remedy trains."""
     model = nn.Sequential(make(4, 4, sparse=True), nn.ReLU())
     with pytest.raises(ValueError, match=r"'0[.]weight' .rank 0. has sparse gradients, .* Set sparse=False"):
         zcompile.shard(model)

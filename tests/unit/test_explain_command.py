@@ -188,7 +188,6 @@ def test_what_runs_between_graphs_is_left_out(build, tmp_path, capsys):
 
 
 def pair():
-    """No module and batch, although two things."""
     return 1, 2
 
 

@@ -136,7 +136,6 @@ def backward_of(layers: int, gradients: list[tuple[list[int], int]], rank: int =
 
 
 def predicted(graph: Graph, **options):
-    """What is predicted of this backward alone."""
     plan = Settings(**options).plan(LINK, H200.memory_bytes)
     return predict_step([Traced("backward", graph, {})], plan, parameters=0, traced_world=LINK.world).graphs[0]
 

@@ -175,7 +175,6 @@ def build_that_fails(): raise ValueError("no such weights\\non this machine")
 
 
 def counted_by(*arguments):
-    """What `zcompile profile` counts."""
     return compare.count(job_of(Parser("profile", COMMANDS["profile"]).parse_args(arguments))[0])
 
 

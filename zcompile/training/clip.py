@@ -1,12 +1,14 @@
 """`zcompile.clip_grad_norm_`: one norm over parameters of several meshes."""
 
+import functools
+import math
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from zcompile.state.attributes import MODEL, SHARDED
 from zcompile.state.microbatches import Deferred
@@ -45,8 +47,12 @@ def clip_grad_norm_(
             mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
             by_mesh.setdefault(mesh, []).append(parameter)
     norms = []
-    for group in by_mesh.values():
-        norm = nn.utils.get_total_norm([cast(torch.Tensor, each.grad) for each in group], norm_type, foreach=foreach)
+    for mesh, group in by_mesh.items():
+        gradients: list[Any] = [each.grad for each in group]
+        if mesh is not None and norm_type == math.inf:
+            norms.append(_largest(mesh, gradients, foreach))
+            continue
+        norm = nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if not norms:
         return torch.tensor(0.0)
@@ -59,6 +65,18 @@ def clip_grad_norm_(
     for group in by_mesh.values():
         nn.utils.clip_grads_with_norm_(group, max_norm, total, foreach=foreach)
     return total
+
+
+def _largest(mesh: DeviceMesh, gradients: list[DTensor], foreach: bool | None) -> torch.Tensor:
+    """Return the largest absolute value. torch raises on a rank with an empty shard, and other ranks would wait."""
+    parts = []
+    for each in gradients:
+        whole = [Replicate() if placement.is_partial() else placement for placement in each.placements]
+        parts.append(each.redistribute(placements=whole).to_local())
+    dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+    full = [part for part in parts if part.numel()]
+    local = nn.utils.get_total_norm(full, math.inf, foreach=foreach) if full else parts[0].new_zeros(())
+    return DTensor.from_local(local.to(dtype), mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
 
 
 def _refuse_deferred(parameters: Iterable[torch.Tensor]) -> None:

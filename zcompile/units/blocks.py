@@ -288,8 +288,10 @@ def _call_compiled(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
     order: BlockOrder = state.block_order
     if not is_planned_call(module):
         _warn_of_backend(module)
-    if order.has_read and not in_backward():
-        order.drop_reads()
+    if not in_backward():
+        order.abandon_if_raised()  # a backward, whose gradients reads between graphs would else keep
+        if order.has_read:
+            order.drop_reads()
     opens = order.has_extended and not in_backward()
     if opens:
         order.enter_root()
