@@ -115,7 +115,6 @@ def same(engine, curve, expected):
     ],
 )
 def test_leaf_modules_train_as_in_eager(rank, world, leaf, flag, config):
-    """They are units of several ranks."""
     expected = eager(rank, leaf, config)
     engine = make(flag, leaf, **config)
     curve = train(engine, rank)

@@ -13,9 +13,10 @@ import zcompile
 from tests.support.blocks import by_fsdp2, shard_in_blocks
 from tests.support.compiling import OPTIONS
 from tests.support.models import Chain, mean_square, normal
+from tests.support.raising import RAISES, MayRaise, raises
 from tests.support.ranks import on_ranks, slow, slow_case
 from tests.support.reads import BREAK_GRAPHS, NOT_COMPILED, WAYS, WIDTH, Reader, reading
-from tests.support.reference import backward_beside, compiled, full, pair, same_backward, train_beside
+from tests.support.reference import backward_beside, compiled, full, pair, same_backward, same_values, train_beside
 
 EAGER, COMPILED = ("root", "blocks", "units"), ("aot_eager", "inductor")
 STATES = ("train", "frozen", "no_grad")
@@ -183,6 +184,24 @@ BROKEN = {
 @pytest.mark.parametrize("way", BROKEN)
 def test_eager_code_and_graph_breaks_read_parameters(rank, world, prepare, way):
     train_beside(rank, world, prepare, make=reading(way, BROKEN[way]), loss=loss_of, steps=2)
+
+
+@torch._dynamo.disable
+def in_eager(s, x):
+    return (MayRaise()(x @ s.w) * s.normed.bias).square().mean()  # the bias has its gradient when the other raises
+
+
+def test_a_backward_after_one_that_raised_gives_all_gradients(rank, world):
+    model, seen = broken(reading("raises", in_eager)()), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # which are read only here
+    for step in range(3):
+        loss = model(normal(0, rank, 3, WIDTH)).square().mean()
+        RAISES.extend([step] * (step == 1))
+        raises(RuntimeError, "broken on purpose", loss.backward) if RAISES else loss.backward()
+        RAISES.clear()
+        seen.append([each.grad for each in optimizer.param_groups[0]["params"] if each.grad is not None])
+        optimizer.zero_grad()
+    assert seen[0] and not same_values(seen[0], seen[2])
 
 
 def test_a_parameter_list_of_reads_behind_a_graph_break_is_an_error(rank, world):

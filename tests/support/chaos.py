@@ -173,7 +173,6 @@ def make_optimizer(model):
 
 
 def train(model, fault, rank):
-    """The batches of each step that `rank` took."""
     optimizer, taken = make_optimizer(model), []
     for step in range(fault.steps):
         is_here = (fault.rank, fault.step) == (rank, step)

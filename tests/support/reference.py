@@ -166,7 +166,6 @@ def same_bits(models: Sequence[nn.Module], loss: Loss, rank: int, steps: int = 5
 
 
 def clipped_steps(model: nn.Module, loss: Loss, rank: int, max_norm: float, steps: int) -> Iterator[tuple]:
-    """Loss and norm of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     for step in range(steps):
         value = loss(model, step, rank)

@@ -289,7 +289,7 @@ def _call_compiled(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
     if not is_planned_call(module):
         _warn_of_backend(module)
     if not in_backward():
-        order.abandon_if_raised()  # a backward, whose gradients reads between graphs would else keep
+        order.abandon_if_raised()  # else a block that this backward left open would keep all later gradients
         if order.has_read:
             order.drop_reads()
     opens = order.has_extended and not in_backward()
