@@ -224,12 +224,12 @@ TRANSFORMS = (
 )
 
 
-@pytest.mark.parametrize("compile_it", [False, True])
-def test_a_transform_of_the_model_gives_what_it_gives_unsharded(rank, world, compile_it):
-    reference, model = pair(net, zcompile.shard)
+@pytest.mark.parametrize("is_compiled", ["", "transform", "model"])
+def test_a_transform_of_the_model_gives_what_it_gives_unsharded(rank, world, is_compiled):
+    reference, model = pair(net, compiled if is_compiled == "model" else zcompile.shard)
     for transform in TRANSFORMS:
         torch._dynamo.reset()
-        ours = torch.compile(transform, **OPTIONS) if compile_it else transform
+        ours = torch.compile(transform, **OPTIONS) if is_compiled == "transform" else transform
 
         def loss(each, step, rank, transform=transform, ours=ours):
             return (ours if each is model else transform)(each, normal(step, rank, 3, 6)).square().mean()

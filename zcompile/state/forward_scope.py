@@ -60,6 +60,12 @@ def look_again() -> None:
         _thread.looks_again = True
 
 
+@never_compiled_alone
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func`, such as `grad` or `vmap`, is active."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def announces() -> bool:
     """Whether a forward that begins now is passed to `announce`; see `announcing`."""
     return _thread.forwards == _thread.announced_depth
@@ -149,7 +155,8 @@ def counting_call(
                 _thread.announce(self)
             enters = _is_outermost(self) or _thread.looks_again or self._compiled_call_impl is not None
             _thread.looks_again = False
-            if enters and _enter(self.__dict__[STATE]):
+            # A transform, such as `jacrev`, may batch the backward of compiled code, which could not gather then.
+            if enters and (_enter(self.__dict__[STATE]) or is_transformed()):
                 return call_eagerly(__call__, (self, *args), kwargs)
         models, call_outermost = _thread.models, None
         if _is_outermost(self):

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zcompile.sharding.class_swap import Contributor, contribute
 from zcompile.state.attributes import BLOCK, IN_UNIT, OPENED, STATE, UNIT
 from zcompile.state.containers import map_tensors
-from zcompile.state.forward_scope import is_compiled_call, is_planned_call, never_compiled_alone
+from zcompile.state.forward_scope import is_compiled_call, is_planned_call, is_transformed, never_compiled_alone
 from zcompile.state.sharded_model import ShardedModel
 from zcompile.units.find import leave_shared, repeated_modules
 from zcompile.units.forward import UnitCall, call_inside, records_graph
@@ -222,7 +222,7 @@ def _leave(unit: Unit, begun: _BlockCall | None) -> None:
     if unit in unit.order.read_units:
         return
     if begun is None or not in_backward():  # if not, a checkpoint recomputed this forward for the running backward
-        keep = torch._C._are_functorch_transforms_active()
+        keep = is_transformed()
         keep |= begun is not None and (unit.is_root or not begun.has_result)
         unit.close(keep)
 

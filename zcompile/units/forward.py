@@ -10,7 +10,7 @@ import torch.distributed as dist
 from zcompile.sharding.class_swap import Contributor, contribute
 from zcompile.state.attributes import IN_UNIT, UNIT, UNITS_BELOW
 from zcompile.state.containers import map_tensors, tensors_in
-from zcompile.state.forward_scope import call_eagerly, never_compiled_alone
+from zcompile.state.forward_scope import call_eagerly, is_transformed, never_compiled_alone
 from zcompile.units.order import UnitOrder, in_backward
 from zcompile.units.unit import Unit
 
@@ -167,7 +167,7 @@ def _is_differentiable(value: torch.Tensor) -> bool:
 
 def records_graph() -> bool:
     """Whether autograd records the forward of a unit, and no transform of torch.func is active."""
-    return torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+    return torch.is_grad_enabled() and not is_transformed()
 
 
 @torch.compiler.disable
@@ -199,7 +199,7 @@ def _leave(module: Any, call: UnitCall | None) -> None:
     unit: Unit = module.__dict__[UNIT]
     unit.in_forward, unit.call = False, None
     if call is None or not in_backward():  # if not, a checkpoint recomputed this forward for the running backward
-        unit.close(keep=torch._C._are_functorch_transforms_active() or (call is not None and not call.has_result))
+        unit.close(keep=is_transformed() or (call is not None and not call.has_result))
 
 
 @torch._dynamo.disable(recursive=False, reason="a unit gathers its parameters before its forward: see zcompile.shard")
