@@ -87,7 +87,7 @@ class BlockOrder(UnitOrder):
         self.forward, self.backward = EventList([]), EventList([])
         self.read_units: list[Unit] = []  # blocks that `read` has opened in this forward
         self.reads: list[_BlockCall] = []  # for each of `read_units`, if autograd records the forward
-        self.has_read = False  # whether blocks that `read` opened may still have memory
+        self.has_read = False  # whether blocks that `read` or a backward opened may still have memory
         self.has_extended = any(unit.extended for unit in units)  # whether blocks open in compiled forwards
 
     @torch.compiler.disable
@@ -126,7 +126,8 @@ class BlockOrder(UnitOrder):
 
     @torch.compiler.disable
     def drop_reads(self) -> None:
-        """Reshard the blocks that `read` gathered in an earlier forward."""
+        """Reshard the blocks that `read` gathered in an earlier forward, or a backward that raised left open."""
+        self.abandon_if_raised()  # else an open block would keep all later gradients
         self.has_read = False
         for unit in self.units:
             unit.close()
@@ -161,6 +162,10 @@ class BlockOrder(UnitOrder):
         if position is not None:
             events.at = position + 1
         return position
+
+    def queue_callback(self) -> None:
+        super().queue_callback()
+        self.has_read = True
 
     def finish_backward(self) -> None:
         """End a backward. The next one prefetches blocks in the order in which this one gathered them."""
@@ -288,10 +293,8 @@ def _call_compiled(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
     order: BlockOrder = state.block_order
     if not is_planned_call(module):
         _warn_of_backend(module)
-    if not in_backward():
-        order.abandon_if_raised()  # else a block that this backward left open would keep all later gradients
-        if order.has_read:
-            order.drop_reads()
+    if order.has_read and not in_backward():
+        order.drop_reads()
     opens = order.has_extended and not in_backward()
     if opens:
         order.enter_root()
