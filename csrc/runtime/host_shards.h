@@ -59,8 +59,7 @@ class HostShards : public TransportContext {
   // Reduce-scatters deferred `sums`, over the ranks of this host, over hosts. An empty sum stands for zeros.
   std::vector<at::Tensor> reduce_deferred(
       c10::ArrayRef<ParamState*> params, const std::vector<std::optional<at::Tensor>>& sums);
-  // Ends a reduce: reduce-scatters `sum` over hosts into `out`, of this rank's part of the main parameter, or defers
-  // it.
+  // Ends a reduce: reduce-scatters `sum` over hosts into `out`, shaped like this rank's shard, or defers this.
   void reduce_or_defer(ParamState& param, const at::Tensor& sum, at::Tensor out, const ReduceExtras& extras);
 
  private:

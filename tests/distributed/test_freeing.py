@@ -60,7 +60,7 @@ def alive(weak):
 
 @pytest.mark.parametrize("in_circles", [False, True])
 def test_a_model_is_freed_with_its_last_reference(rank, world, in_circles):
-    """Or by the garbage collector, if what users hang on modules and parameters makes circles."""
+    """Or by the garbage collector, if attributes of modules and parameters make circles."""
     with no_collector():
         model = zcompile.shard(make_model())
         for each in [*model.modules(), *model.parameters()] if in_circles else ():

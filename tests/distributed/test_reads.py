@@ -224,12 +224,12 @@ TRANSFORMS = (
 )
 
 
-@pytest.mark.parametrize("is_compiled", ["", "transform", "model"])
-def test_a_transform_of_the_model_gives_what_it_gives_unsharded(rank, world, is_compiled):
-    reference, model = pair(net, compiled if is_compiled == "model" else zcompile.shard)
+@pytest.mark.parametrize("compiled_part", ["", "transform", "model"])
+def test_a_transform_of_the_model_gives_what_it_gives_unsharded(rank, world, compiled_part):
+    reference, model = pair(net, compiled if compiled_part == "model" else zcompile.shard)
     for transform in TRANSFORMS:
         torch._dynamo.reset()
-        ours = torch.compile(transform, **OPTIONS) if is_compiled == "transform" else transform
+        ours = torch.compile(transform, **OPTIONS) if compiled_part == "transform" else transform
 
         def loss(each, step, rank, transform=transform, ours=ours):
             return (ours if each is model else transform)(each, normal(step, rank, 3, 6)).square().mean()

@@ -74,8 +74,8 @@ def _largest(mesh: DeviceMesh, gradients: list[DTensor], foreach: bool | None) -
         whole = [Replicate() if placement.is_partial() else placement for placement in each.placements]
         parts.append(each.redistribute(placements=whole).to_local())
     dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
-    full = [part for part in parts if part.numel()]
-    local = nn.utils.get_total_norm(full, math.inf, foreach=foreach) if full else parts[0].new_zeros(())
+    filled = [part for part in parts if part.numel()]
+    local = nn.utils.get_total_norm(filled, math.inf, foreach=foreach) if filled else parts[0].new_zeros(())
     return DTensor.from_local(local.to(dtype), mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
 
 
