@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
+from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import remove_parametrizations
 
 import zcompile
 import zcompile.state.transport_choice
@@ -26,11 +28,6 @@ from tests.support.time_limits import scaled
 from zcompile.ranks.program_check import Agreement, Line
 
 
-def test_a_sharded_model_is_not_sharded_again(rank, world):
-    model = zcompile.shard(Transformer())
-    raises(RuntimeError, f"sharded already .rank {rank}", lambda: zcompile.shard(model))
-
-
 def test_an_optimizer_built_before_sharding_is_refused(rank, world):
     model = Transformer()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -39,23 +36,18 @@ def test_an_optimizer_built_before_sharding_is_refused(rank, world):
     zcompile.shard(model)
 
 
-class WithoutReset(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.empty(3, device="meta"))
-
-
 def test_parameters_that_cannot_be_sharded_are_named(rank, world):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     raises(ValueError, "'0.*' on cpu and '1.*' on meta", lambda: zcompile.shard(model))
     model = nn.Linear(2, 2)
     model.mine = [model.weight]
     raises(RuntimeError, "second reference to parameter 'weight' in 'mine'", lambda: zcompile.shard(model))
-    message = "'0' has meta tensor 'w' but no reset_parameters"
-    raises(RuntimeError, message, lambda: zcompile.shard(nn.Sequential(WithoutReset())))
+    model = nn.Sequential(nn.ParameterList([torch.empty(3, device="meta")]))
+    raises(RuntimeError, "'0' has meta tensor '0' but no reset_parameters", lambda: zcompile.shard(model))
 
 
 def test_bad_arguments_of_shard_are_refused(rank, world):
+    raises(RuntimeError, f"sharded already .rank {rank}", lambda: zcompile.shard(zcompile.shard(nn.Linear(2, 2))))
     mesh = dist.init_device_mesh("cpu", (world, 1, 1), mesh_dim_names=("a", "b", "c"))
     raises(ValueError, "3 dimensions", lambda: zcompile.shard(nn.Linear(2, 2), mesh))
     raises(TypeError, "must be a torch DeviceMesh", lambda: zcompile.shard(nn.Linear(2, 2), "cpu"))
@@ -92,8 +84,7 @@ def test_ranks_that_run_different_programs_are_told(rank, world):
     torch._dynamo.reset()
     model = compiled(TwoOrders(rank == 1))
     begin = time.monotonic()
-    message = "First difference: on rank [01] reads 'layers.[01].weight'"
-    raises(RuntimeError, message, lambda: model(torch.ones(2, 4)))
+    raises(RuntimeError, "First difference: on rank [01] reads 'layers.[01].weight'", lambda: model(torch.ones(2, 4)))
     assert time.monotonic() - begin < scaled(30)
 
 
@@ -140,16 +131,28 @@ def test_a_damaged_cache_of_inductor_is_compiled_again(rank, world):
 
 
 def test_a_replaced_parameter_is_refused(rank, world):
-    model = zcompile.shard(nn.Linear(3, 4))
-
-    def assign():
-        model.weight = nn.Parameter(torch.zeros(4, 3))
-
-    raises(RuntimeError, f"'weight' was replaced after zcompile.shard .rank {rank}", assign)
+    model, other = zcompile.shard(nn.Linear(3, 4)), nn.Parameter(torch.zeros(4, 3))
+    text = f"'weight' was replaced or removed after zcompile.shard .rank {rank}"
+    raises(RuntimeError, text, lambda: setattr(model, "weight", other))
     model(torch.ones(1, 3)).sum().backward()
-
-    model._parameters["weight"] = nn.Parameter(torch.zeros(4, 3))
+    model._parameters["weight"] = other
     raises(RuntimeError, "'weight' was replaced", lambda: model(torch.ones(1, 3)).sum().backward())
+    model = zcompile.shard(parametrizations.weight_norm(nn.Linear(3, 4)))
+    raises(RuntimeError, "'weight' of class .* be deleted", lambda: remove_parametrizations(model, "weight"))
+
+
+@pytest.mark.parametrize("prepare", [zcompile.shard, compiled])
+def test_a_tied_parameter_is_replaced_in_all_modules_or_in_none(rank, world, prepare):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    model = prepare(model)
+    model[1].weight = nn.Parameter(model[0].weight.detach().clone())
+    raises(RuntimeError, "'0.weight' is tied, and only 1 of the 2 modules", lambda: model(torch.ones(1, 4)))
+    model[0].weight = model[1].weight
+    model(torch.ones(1, 4)).sum().backward()
+    values = {name: value.detach().clone() for name, value in model.state_dict().items() if name != "1.weight"}
+    model.load_state_dict(values, strict=False, assign=True)
+    model(torch.ones(1, 4))
 
 
 def test_an_unsharded_model_is_warned_about_and_has_no_stats(rank, world):

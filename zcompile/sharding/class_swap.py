@@ -252,7 +252,7 @@ def _sharded_class(base: type, kind: Kind) -> type:
     if kind.layouts:
         namespace[IS_OPEN] = False
         namespace |= {"_apply": _apply, "register_parameter": _register_parameter, "__delattr__": _delattr}
-        namespace["_save_to_state_dict"] = _save_to_state_dict
+        namespace |= {"_save_to_state_dict": _save_to_state_dict, "_load_from_state_dict": _load_from_state_dict}
     namespace["__call__"] = counting_call(base, kind.is_root, around)
     namespace |= traced_members(base, bool(kind.layouts), kind.others)
     for contributor in contributors:
@@ -303,7 +303,15 @@ def _sharded_metaclass(base: type[type]) -> type[type]:
         unsharded, _ = vars(made)[RECIPE]
         return unsharded(*args, **kwargs)
 
-    metaclass = type("ShardedClass", (base,), {"__call__": make_unsharded})
+    def refuse_deletion(made: type, name: str) -> None:
+        if name not in vars(made) and hasattr(made, name):  # as torch.nn.utils.parametrize does
+            raise RuntimeError(
+                f"zcompile: '{name}' of class {made.__name__} cannot be deleted after zcompile.shard. Call "
+                "remove_parametrizations before zcompile.shard."
+            )
+        base.__delattr__(made, name)
+
+    metaclass = type("ShardedClass", (base,), {"__call__": make_unsharded, "__delattr__": refuse_deletion})
     copyreg.pickle(cast(Any, metaclass), _pickled_class)
     return metaclass
 
@@ -391,6 +399,13 @@ def _save_to_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
     super(type(self), self)._save_to_state_dict(*args, **kwargs)
 
 
+def _load_from_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
+    """`nn.Module._load_from_state_dict`. With `assign=True`, tied parameters stay tied."""
+    super(type(self), self)._load_from_state_dict(*args, **kwargs)
+    for sharded in sharded_parameters_of(self):
+        sharded.not_assigned.clear()
+
+
 def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> None:
     """`nn.Module.register_parameter`, which assignments call.
 
@@ -400,6 +415,8 @@ def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> Non
     sharded: ShardedParameter | None = self.__dict__.get(SHARDED + name)
     if sharded is None and (known := getattr(param, SHARDED, lambda: None)()) is not None:
         raise RuntimeError(replaced_message(known.name))  # no property would gather the parameter by this name
+    if sharded is not None and param is sharded.parameter:
+        sharded.note_assignment(self, name, is_new=False)
     if sharded is None or param is sharded.parameter:
         super(type(self), self).register_parameter(name, param)
         base, kind = vars(type(self))[RECIPE]
@@ -412,6 +429,7 @@ def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> Non
         raise RuntimeError(replaced_message(sharded.name))
     state = sharded.state
     sharded.parameter = cast(nn.Parameter, param)
+    sharded.note_assignment(self, name, is_new=True)
     state.watch(sharded)
     for module, attribute in sharded.owners:
         module._parameters[attribute] = sharded.parameter

@@ -204,8 +204,8 @@ class ShardedModel:
     def enter_forward(self) -> bool:
         """Check the model before an outermost or compiled forward. Copy `requires_grad` from DTensors to leaves.
 
-        Raises RuntimeError if the program has changed experts, `.data` or all-gather hooks in a way that gives wrong
-        results. Returns whether the forward must run in eager: if another tensor replaces a parameter in a module
+        Raises RuntimeError if the program has changed experts, `.data`, ties or all-gather hooks in a way that gives
+        wrong results. Returns whether the forward must run in eager: if another tensor replaces a parameter in a module
         (substituted_parameters.py), or by `ForwardChecks.eager_without_grad`.
         """
         self.forward_checks.check()
@@ -221,6 +221,8 @@ class ShardedModel:
             leaf: Any = sharded.leaf_reference()
             if leaf is None:  # the modules that held it were deleted
                 continue
+            if sharded.not_assigned:
+                sharded.refuse_untying()
             if sharded.is_replaced():
                 has_others = True
             if parameter.requires_grad is not leaf.requires_grad:

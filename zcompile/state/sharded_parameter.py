@@ -40,6 +40,8 @@ class ShardedParameter:
     leaf_reference: "weakref.ref[nn.Parameter]"
     layout: Layout = field(kw_only=True)
     owner_references: "list[tuple[weakref.ref[nn.Module], str]]" = field(default_factory=list)
+    # Of a tied parameter, the owners to which the program has not assigned the parameter that replaced it elsewhere.
+    not_assigned: "list[tuple[weakref.ref[nn.Module], str]]" = field(default_factory=list)
     is_whole: bool = False  # inside of `zcompile.unshard`, where modules have an unsharded parameter
     unsharded: nn.Parameter | None = None  # in modules while their unit or block is gathered
     extension: GatherExtension | None = None  # if it is gathered as components
@@ -68,6 +70,23 @@ class ShardedParameter:
     def add_owner(self, module: nn.Module, attribute: str, leaf: nn.Parameter) -> None:
         self.owner_references.append((weakref.ref(module), attribute))
         module.__dict__[LEAF + attribute] = leaf
+
+    def note_assignment(self, module: nn.Module, attribute: str, is_new: bool) -> None:
+        """Note that the program assigned the current parameter to one owner. `is_new`: it replaces another parameter.
+
+        Other owners read the new parameter, too. `refuse_untying` then raises until it is assigned to all of them.
+        """
+        others = self.owner_references if is_new else self.not_assigned
+        self.not_assigned = [other for other in others if (other[0](), other[1]) != (module, attribute)]
+
+    def refuse_untying(self) -> None:
+        """Raise RuntimeError if the program replaced a tied parameter in some of its modules only."""
+        if any(module() is not None for module, _ in self.not_assigned):
+            raise RuntimeError(
+                f"zcompile: parameter '{self.name}' is tied, and only {len(self.owners) - len(self.not_assigned)} of "
+                f"the {len(self.owners)} modules that have it were assigned a new one (rank {dist.get_rank()}). Assign "
+                "it to all of them, or untie them before zcompile.shard."
+            )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -388,7 +407,7 @@ def _standing_in(sharded: ShardedParameter, method: Any, call: Callable[..., Any
 
 def replaced_message(name: str) -> str:
     return (
-        f"zcompile: parameter '{name}' was replaced after zcompile.shard (rank {dist.get_rank()}). Copy values into "
-        "the DTensor in model.parameters() under torch.no_grad(), use load_state_dict, or replace, tie, prune or "
-        "parametrize it before zcompile.shard."
+        f"zcompile: parameter '{name}' was replaced or removed after zcompile.shard (rank {dist.get_rank()}). To set "
+        "values, copy them into the DTensor in model.parameters() under torch.no_grad(), or use set_model_state_dict "
+        "of torch.distributed.checkpoint.state_dict. Replace, remove, prune or parametrize it before zcompile.shard."
     )
