@@ -180,16 +180,13 @@ def test_a_parameter_that_is_none_for_a_while_reads_as_none(rank, world):
     torch.testing.assert_close(model(x), reference(x))
 
 
-def two_routed_losses(model, step, rank):
-    return routed_loss(model, step, rank) + routed_loss(model, step + 1, rank)
-
-
+two_losses = lambda model, step, rank: routed_loss(model, step, rank) + routed_loss(model, step + 1, rank)
 CASES = [(Transformer, ref.lm_loss, zcompile.shard), (Transformer, ref.lm_loss, ref.compiled)]
 
 
 @pytest.mark.parametrize(
     "make, loss, prepare",
-    [*CASES, (MixtureModel, two_routed_losses, units.sharded)],  # ranks use other parameters, and one none uses
+    [*CASES, (MixtureModel, two_losses, units.sharded)],  # ranks use other parameters, and one none uses
 )
 @pytest.mark.parametrize("before", [False, True])
 def test_hooks_fire_once_with_the_gradient(rank, world, make, loss, prepare, before):

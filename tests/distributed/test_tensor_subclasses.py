@@ -285,12 +285,23 @@ def test_other_dimensions_and_other_arguments_are_refused_by_name(rank, world):
         zcompile.shard(seeded(Three))
 
 
-def test_hooks_that_come_after_shard_are_refused_by_name(rank, world):
-    model = by_zcompile(seeded(nn.Parameter))
-    local = model[1].up.weight._local_tensor
-    local.fsdp_pre_all_gather = local.fsdp_post_all_gather = lambda *args: None
-    with pytest.raises(RuntimeError, match=r"parameter '1.up.weight' has got fsdp_pre_all_gather after zcompile.shard"):
-        batch_loss(model, 0, rank)
+def patched(model):
+    """Sets the hooks of `Half16` on plain local tensors."""
+    for local in (layer.weight._local_tensor for block in model for layer in (block.up, block.down)):
+        local.values_, local.pads = local, True
+        for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+            setattr(local, name, functools.partial(getattr(sub.Half16, name), local))
+    return model
+
+
+@pytest.mark.parametrize("world, way", [(1, "eager"), (2, "model"), *(slow_case(2, way) for way in sub.COMPILED)])
+def test_hooks_that_come_after_shard_gather_as_under_fsdp2(rank, world, way):
+    sub.COMPILED.get(way, lambda model: None)(model := by_zcompile(seeded(nn.Parameter, hidden=17), BF16))
+    same_as_fsdp2(rank, patched(model), patched(by_fsdp2(seeded(nn.Parameter, hidden=17), BF16)))
+    if world > 1:
+        model = patched(zcompile.shard(seeded(nn.Parameter), units=[sub.Block]))
+        with pytest.raises(RuntimeError, match=r"'0.up.weight' has got fsdp_pre_all_gather after zcompile.shard"):
+            batch_loss(model, 0, rank)
 
 
 def test_models_are_freed_and_memory_of_blocks_too(rank, world):

@@ -10,16 +10,13 @@ from tests.support.ranks import Ranks
 FOLDER = Path(__file__).parent
 
 
-def world_of(item):
-    return item.callspec.params.get("world", 2) if hasattr(item, "callspec") else 2
-
-
 def pytest_collection_modifyitems(items):
     """Without a GPU, skip this folder. Else sort it by the number of ranks: one pool of ranks lives at a time."""
     for item in items:
         if item.path.is_relative_to(FOLDER) and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-    items.sort(key=lambda item: world_of(item) if item.path.is_relative_to(FOLDER) else 0)
+    params = lambda item: item.callspec.params if hasattr(item, "callspec") else {}
+    items.sort(key=lambda item: params(item).get("world", 2) if item.path.is_relative_to(FOLDER) else 0)
 
 
 @pytest.fixture(scope="session")

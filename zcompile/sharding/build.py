@@ -109,7 +109,7 @@ def _shard_parameter(
     dtensor = as_dtensor(parameter.detach(), local, state.mesh_of_states, dim, state.over_hosts)
     trains = parameter.requires_grad
     sharded = ShardedParameter(
-        name, index, nn.Parameter(dtensor, requires_grad=trains), weakref.ref(leaf), layout=layout
+        name, index, nn.Parameter(dtensor, requires_grad=trains), weakref.ref(leaf), layout=layout, policy=policy
     )
     if state.over_hosts:
         state.runtime.add_host_shard(index, layout.dtype)

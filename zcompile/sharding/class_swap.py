@@ -8,7 +8,7 @@ calls ([Note: inside of a forward] in forward_scope.py), so modules without own 
 
 import copyreg
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -207,6 +207,17 @@ def read_narrow_shards(state: ShardedModel) -> None:
         for module, _ in sharded.owners:
             base, kind = vars(type(module))[RECIPE]
             module.__class__ = _sharded_class(base, replace(kind, has_narrow=kind.single_rank))
+
+
+def follow_layouts(modules: Iterable[nn.Module]) -> None:
+    """Let sharded modules read parameters by their present layouts, of which some are now gathered as components."""
+    for module in modules:
+        base, kind = vars(type(module))[RECIPE]
+        own = module.__dict__
+        layouts = tuple((name, own[SHARDED + name].layout) for name, _ in kind.layouts)
+        is_extended = kind.is_block and bool(own[BLOCK].extended)
+        changed = replace(kind, layouts=layouts, single_rank=False, is_extended=is_extended)
+        module.__class__ = _sharded_class(base, changed)
 
 
 def remove_readers(state: ShardedModel, model: nn.Module) -> None:

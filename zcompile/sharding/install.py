@@ -7,6 +7,7 @@ import zcompile.sharding.recurrent
 import zcompile.units.forward
 import zcompile.unsharding.generate  # noqa: F401
 from zcompile.sharding.class_swap import install_readers
+from zcompile.sharding.late_hooks import follow_hooks
 from zcompile.sharding.plan import ShardPlan
 from zcompile.state.forward_checks import UnreducedParameters
 from zcompile.state.sharded_model import ShardedModel, install_leaves, models_of
@@ -24,4 +25,5 @@ def install(model: nn.Module, plan: ShardPlan, state: ShardedModel) -> None:
     state.forward_checks.unreduced = UnreducedParameters(model) if several else None
     layouts = [sharded.layout for each in models_of(state) for sharded in each.parameters.values()]
     only_casts = not (several or state.others or divides) and all(layout.is_plain for layout in layouts)
+    state.before_first_forward = follow_hooks
     install_readers(state, model, plan.casts, only_casts, units=state.units)

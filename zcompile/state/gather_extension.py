@@ -1,11 +1,13 @@
-"""Parameters that are tensor subclasses with FSDP2's all-gather hooks: `fsdp_pre_all_gather`, `fsdp_post_all_gather`.
+"""Parameters with FSDP2's all-gather hooks: `fsdp_pre_all_gather`, `fsdp_post_all_gather`.
 
 [Note: components]
-A class with these hooks decides which tensors are all-gathered. Before each gather, `fsdp_pre_all_gather` converts this
-rank's shard to plain tensors, such as float8 values, or int8 values and their scales. These are the *components* of the
-parameter. One transfer gathers all of them, each in its own dtype. From the components of all ranks,
-`fsdp_post_all_gather` makes the unsharded parameter. Each later gather moves the memory of its components into the
-component tensors of the first gather, then calls `fsdp_post_all_gather` with the existing unsharded parameter as `out`.
+A tensor subclass with these hooks decides which tensors are all-gathered. A program may also set the hooks on the local
+tensor of a DTensor, after `zcompile.shard` and before the first forward (sharding/late_hooks.py). Before each gather,
+`fsdp_pre_all_gather` converts this rank's shard to plain tensors, such as float8 values, or int8 values and their
+scales. These are the *components* of the parameter. One transfer gathers all of them, each in its own dtype. From the
+components of all ranks, `fsdp_post_all_gather` makes the unsharded parameter. Each later gather moves the memory of its
+components into the component tensors of the first gather, then calls `fsdp_post_all_gather` with the existing unsharded
+parameter as `out`.
 
 In the runtime, a component is a parameter without a shard (`is_component` in csrc/transport/param.h): each gather
 passes the data. The leaf of a tensor subclass has no memory. It only identifies the parameter, as in reduces. Because
@@ -58,9 +60,12 @@ def name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def check_hooks(name: str, parameter: torch.Tensor, mesh: DeviceMesh, dim: int) -> Exception | None:
-    """Return an error, for all ranks to raise, if a tensor subclass cannot be sharded along `dim`; else None."""
-    part, world = part_held_by(parameter), mesh.size(mesh.ndim - 1)
+def check_hooks(name: str, part: torch.Tensor, shape: Sequence[int], mesh: DeviceMesh, dim: int) -> Exception | None:
+    """Return an error, for all ranks to raise, if all-gather hooks cannot gather a parameter; else None.
+
+    `part`: the tensor with the hooks. `shape`: of the parameter, which is to be sharded along `dim`.
+    """
+    world = mesh.size(mesh.ndim - 1)
     where = f"zcompile.shard: parameter '{name}' is a {name_of(type(part))} (rank {dist.get_rank()})"
     if not (hasattr(part, PRE) and hasattr(part, POST)):
         missing = POST if hasattr(part, PRE) else PRE
@@ -71,16 +76,16 @@ def check_hooks(name: str, parameter: torch.Tensor, mesh: DeviceMesh, dim: int) 
             f"{where}, whose {PRE} takes {count} arguments. Give it those of FSDP2: (mesh), or (mesh, outer_size, "
             "outer_stride, module, mp_policy)."
         )
-    if part.ndim == 0 or dim != 0:
+    if not shape or dim != 0:
         return ValueError(
-            f"{where} of shape {tuple(part.shape)}, to be sharded along dimension {dim}. Tensor subclasses are sharded "
+            f"{where} of shape {tuple(shape)}, to be sharded along dimension {dim}. Parameters with {PRE} are sharded "
             "along the first dimension alone: let shard_placement_fn return Shard(0), or pass it in ignored_params."
         )
     if not part.is_contiguous():
         return ValueError(f"{where} that is not contiguous. Call contiguous() before it becomes a parameter.")
-    if part.shape[0] % world and count == 1:
+    if shape[0] % world and count == 1:
         return ValueError(
-            f"{where} with {part.shape[0]} rows, which do not divide by {world} ranks. Its {PRE}(mesh) is not told the "
+            f"{where} with {shape[0]} rows, which do not divide by {world} ranks. Its {PRE}(mesh) is not told the "
             "size, and so cannot pad. Choose a size that divides, let the hook take outer_size, or keep the parameter "
             "whole on each rank: ignored_params=[...]."
         )
@@ -208,7 +213,7 @@ class GatherExtension(abc.ABC):
 
 
 class SubclassGather(GatherExtension):
-    """How a tensor subclass with FSDP2's all-gather hooks is gathered. `local` is this rank's shard."""
+    """How a parameter with FSDP2's all-gather hooks is gathered. `local` is this rank's shard."""
 
     def __init__(self, mesh: DeviceMesh, policy: MixedPrecisionPolicy, local: torch.Tensor):
         super().__init__()

@@ -25,7 +25,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from zcompile.options import TRAINABLE
-from zcompile.state.gather_extension import check_hooks, padded_shard, subclass_of
+from zcompile.state.gather_extension import check_hooks, padded_shard, part_held_by, subclass_of
 
 MOST_INNER = 2  # a parameter that is a DTensor before `zcompile.shard` may have at most so many placements
 
@@ -296,7 +296,8 @@ def check_placement(name: str, parameter: nn.Parameter, placement: Placement, me
     """Return an error, for all ranks to raise together, if `parameter` cannot be sharded over `mesh`; else None."""
     where, dim = f"zcompile.shard: parameter '{name}' (rank {dist.get_rank()})", placement.shard.dim
     size = mesh.size(mesh.ndim - 1)
-    if subclass_of(parameter) is not None and (refused := check_hooks(name, parameter, mesh, dim)) is not None:
+    part = part_held_by(parameter)
+    if subclass_of(part) is not None and (refused := check_hooks(name, part, part.shape, mesh, dim)) is not None:
         return refused
     if not isinstance(parameter, DTensor):
         if placement.local:

@@ -17,7 +17,7 @@ The post-accumulate hook of a leaf holds no object, because the garbage collecto
 import math
 import weakref
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -34,7 +34,6 @@ from zcompile.ranks.process_groups import groups_of, is_fake, order_group, timeo
 from zcompile.ranks.program_check import Agreement
 from zcompile.state.attributes import MODEL, STATE
 from zcompile.state.forward_checks import ForwardChecks
-from zcompile.state.gather_extension import PRE, has_hooks
 from zcompile.state.microbatches import Microbatches
 from zcompile.state.placement import local_shard
 from zcompile.state.sharded_parameter import ShardedParameter
@@ -109,7 +108,7 @@ class ShardedModel:
         self.replays = Replays()
         self.unit_order: Any = None  # the `UnitOrder` if the model has units; its two ShardedModels share it
         self.in_compiled = False  # a compiled outermost forward runs; reads between its graphs gather blocks
-        self.has_run = False  # whether a forward has begun
+        self.before_first_forward: Callable[[ShardedModel], None] | None = None
         self.offloads: weakref.WeakSet[Any] = weakref.WeakSet()  # the `Offload`s of optimizers
         self.block_order: Any = None  # the `BlockOrder`
         self.call_outermost: Any = None  # runs a module's call that no other forward contains; see units/blocks.py
@@ -210,9 +209,9 @@ class ShardedModel:
         """
         self.forward_checks.check()
         self.refuse_assigned_data()
-        if not self.has_run:
-            self.refuse_late_hooks()
-            self.has_run = True
+        if self.before_first_forward is not None:
+            self.before_first_forward(self)
+            self.before_first_forward = None
         has_others = self.forward_checks.eager_without_grad and not torch.is_grad_enabled()
         for other in self.others:
             has_others |= other.enter_forward()
@@ -260,15 +259,6 @@ class ShardedModel:
                 "call parameter.copy_(value) under torch.no_grad(). If you cannot change the code that assigns, run it "
                 "inside of zcompile.unshard(model, writeback=True)."
             )
-
-    def refuse_late_hooks(self) -> None:
-        """Raise RuntimeError if a parameter has FSDP2's all-gather hooks now, and had none at `zcompile.shard`."""
-        for sharded in (each for model in models_of(self) for each in model.in_modules()):
-            if sharded.extension is None and has_hooks(sharded.parameter):
-                raise RuntimeError(
-                    f"zcompile: parameter '{sharded.name}' has got {PRE} after zcompile.shard (rank {dist.get_rank()}) "
-                    "and would be gathered without it. Define both hooks in its class before you call zcompile.shard."
-                )
 
     def follow_storage(self, sharded: ShardedParameter) -> bool:
         """If the DTensor's storage was replaced, as by `load_state_dict(assign=True)`, make a new leaf. Return whether

@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor, Partial
 
 from zcompile.state.attributes import LEAF, MODEL, PARAMETER, SHARDED
-from zcompile.state.gather_extension import GatherExtension, SubclassGather, leaf_of, part_held_by
+from zcompile.state.gather_extension import GatherExtension, SubclassGather, has_hooks, leaf_of, part_held_by
 from zcompile.state.microbatches import Deferred
 from zcompile.state.placement import Layout
 from zcompile.state.user_hooks import run_grad_hooks, run_post_accumulate_hooks
@@ -45,6 +45,7 @@ class ShardedParameter:
     is_whole: bool = False  # inside of `zcompile.unshard`, where modules have an unsharded parameter
     unsharded: nn.Parameter | None = None  # in modules while their unit or block is gathered
     extension: GatherExtension | None = None  # if it is gathered as components
+    policy: Any = None  # the mixed-precision policy that all-gather hooks get
     on_host: OnHost | None = None  # if the main parameter lies in host memory
     has_deferred: bool = False  # `.grad` is a factor for the sum that is reduced later; see `defer_grad`
     factor_version: int = 0  # version counter of this factor; -1 while autograd adds zeros to it
@@ -99,7 +100,7 @@ class ShardedParameter:
 
     @property
     def of_subclass(self) -> SubclassGather | None:
-        """The `extension` if the parameter is a tensor subclass with FSDP2's all-gather hooks; else None."""
+        """The `extension` if the parameter has FSDP2's all-gather hooks; else None."""
         return self.extension if isinstance(self.extension, SubclassGather) else None
 
     @property
@@ -131,7 +132,7 @@ class ShardedParameter:
         """Make a leaf over `local`. Raises RuntimeError if the parameter's tensor subclass has changed."""
         if (hooks := self.of_subclass) is not None:
             local = part_held_by(self.parameter)
-            if type(local) is not type(hooks.local):
+            if type(local) is not type(hooks.local) or not has_hooks(local):
                 raise RuntimeError(replaced_message(self.name))
             hooks.local = local
             local = leaf_of(local)

@@ -90,6 +90,12 @@ class BlockOrder(UnitOrder):
         self.has_read = False  # whether blocks that `read` or a backward opened may still have memory
         self.has_extended = any(unit.extended for unit in units)  # whether blocks open in compiled forwards
 
+    def follow_extensions(self) -> None:
+        """Gather parameters as components if they have an extension now. Call this before the first forward."""
+        for unit in self.units:
+            unit.follow_extensions()
+        self.has_extended = any(unit.extended for unit in self.units)
+
     @torch.compiler.disable
     def read(self, unit: Unit) -> None:
         """Unshard block `unit` until the outermost forward ends, because eager code reads a parameter of it.

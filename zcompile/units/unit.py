@@ -136,6 +136,10 @@ class Unit:
         numbers = [self._domain_at(i) for i in range(len(self.sharded))]
         self.domains = [self._domain([i for i, each in enumerate(numbers) if each == n]) for n in sorted(set(numbers))]
 
+    def follow_extensions(self) -> None:
+        """From now on, gather parameters as components if they have an extension now. Call this before any gather."""
+        self._take(self.sharded)
+
     def _domain_at(self, position: int) -> int:
         return self.sharded[position].layout.domain
 
