@@ -17,7 +17,7 @@ from zcompile.ranks.shared_errors import Progress
 from zcompile.sharding.plan import ShardPlan
 from zcompile.sharding.precision import MixedPrecision
 from zcompile.state.attributes import MODEL
-from zcompile.state.gather_extension import SubclassGather, leaf_of, name_of, part_held_by, subclass_of
+from zcompile.state.gather_extension import HookedGather, leaf_of, name_of, part_held_by, subclass_of
 from zcompile.state.int8_gather import Int8Gather
 from zcompile.state.placement import Placement, as_dtensor, layout_for, part_of
 from zcompile.state.sharded_model import ShardedModel
@@ -69,7 +69,7 @@ def _check_padding(parameters: Iterable[ShardedParameter], progress: Progress) -
     Call this after all parameters were added to the runtime, because it adds components, which must come after them.
     """
     for sharded in parameters:
-        if (hooks := sharded.of_subclass) is not None and sharded.shape[0] % sharded.state.groups.world:
+        if (hooks := sharded.hooked) is not None and sharded.shape[0] % sharded.state.groups.world:
             progress.at = f"parameter '{sharded.name}'"
             hooks.before_gather(sharded)
 
@@ -117,7 +117,7 @@ def _shard_parameter(
     if kind is None:
         sharded.parameter.__dict__.update(parameter.__dict__)  # users' attributes, such as weight-decay flags
     else:  # a tensor subclass keeps its attributes itself
-        sharded.extension = SubclassGather(state.mesh, policy, part_held_by(sharded.parameter))
+        sharded.extension = HookedGather(state.mesh, policy, part_held_by(sharded.parameter))
     if in_int8:
         sharded.extension = Int8Gather(chunk)
     state.parameters[name] = sharded

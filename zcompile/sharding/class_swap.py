@@ -210,7 +210,7 @@ def read_narrow_shards(state: ShardedModel) -> None:
 
 
 def follow_layouts(modules: Iterable[nn.Module]) -> None:
-    """Let sharded modules read parameters by their present layouts, of which some are now gathered as components."""
+    """Let sharded modules read parameters by their layouts, after some of these were changed to components."""
     for module in modules:
         base, kind = vars(type(module))[RECIPE]
         own = module.__dict__

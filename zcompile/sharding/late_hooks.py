@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from zcompile.sharding.class_swap import follow_layouts
-from zcompile.state.gather_extension import PRE, SubclassGather, check_hooks, has_hooks, part_held_by
+from zcompile.state.gather_extension import PRE, HookedGather, check_hooks, has_hooks, part_held_by
 from zcompile.state.sharded_model import ShardedModel, models_of
 
 
@@ -28,7 +28,7 @@ def follow_hooks(state: ShardedModel) -> None:
         error = check_hooks(sharded.name, local, sharded.shape, mesh, sharded.layout.dim)
         if error is not None:
             raise error
-        sharded.extension = SubclassGather(mesh, sharded.policy, local)
+        sharded.extension = HookedGather(mesh, sharded.policy, local)
         sharded.layout = replace(sharded.layout, is_extended=True)
     if late:
         state.block_order.follow_extensions()

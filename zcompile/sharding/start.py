@@ -26,7 +26,7 @@ def _share_values(state: ShardedModel) -> None:
     """Broadcast scalars from the first rank of each shard group, and all parameters from the first replica."""
     for each in models_of(state):
         for sharded in each.parameters.values():
-            hooks, leaf = sharded.of_subclass, sharded.leaf
+            hooks, leaf = sharded.hooked, sharded.leaf
             for local in [leaf.detach()] if hooks is None else plain_tensors_of(hooks.local):
                 values = local.view(-1).view(torch.uint8)  # gloo and NCCL do not know all dtypes
                 if leaf.ndim == 0:

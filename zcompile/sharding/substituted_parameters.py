@@ -35,7 +35,7 @@ def read_given(module: nn.Module, name: str) -> torch.Tensor | None:
             "model.named_parameters(); whole tensors only inside of zcompile.unshard(model). To change a parameter for "
             "good, copy values into the DTensor in model.parameters() under torch.no_grad()."
         )
-    dtype = None if sharded.is_whole and sharded.of_subclass is not None else sharded.layout.dtype
+    dtype = None if sharded.is_whole and sharded.hooked is not None else sharded.layout.dtype
     return unsharded if dtype is None else unsharded.to(dtype)
 
 

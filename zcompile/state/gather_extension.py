@@ -212,7 +212,7 @@ class GatherExtension(abc.ABC):
             each.untyped_storage().resize_(0)
 
 
-class SubclassGather(GatherExtension):
+class HookedGather(GatherExtension):
     """How a parameter with FSDP2's all-gather hooks is gathered. `local` is this rank's shard."""
 
     def __init__(self, mesh: DeviceMesh, policy: MixedPrecisionPolicy, local: torch.Tensor):

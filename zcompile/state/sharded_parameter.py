@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor, Partial
 
 from zcompile.state.attributes import LEAF, MODEL, PARAMETER, SHARDED
-from zcompile.state.gather_extension import GatherExtension, SubclassGather, has_hooks, leaf_of, part_held_by
+from zcompile.state.gather_extension import GatherExtension, HookedGather, has_hooks, leaf_of, part_held_by
 from zcompile.state.microbatches import Deferred
 from zcompile.state.placement import Layout
 from zcompile.state.user_hooks import run_grad_hooks, run_post_accumulate_hooks
@@ -99,9 +99,9 @@ class ShardedParameter:
         return tuple(self.parameter.shape) if isinstance(self.parameter, DTensor) else self.shape
 
     @property
-    def of_subclass(self) -> SubclassGather | None:
+    def hooked(self) -> HookedGather | None:
         """The `extension` if the parameter has FSDP2's all-gather hooks; else None."""
-        return self.extension if isinstance(self.extension, SubclassGather) else None
+        return self.extension if isinstance(self.extension, HookedGather) else None
 
     @property
     def has_hooks(self) -> bool:
@@ -124,13 +124,13 @@ class ShardedParameter:
 
     def has_leaf_of(self, local: torch.Tensor) -> bool:
         """Whether the leaf shares memory with `local`, the DTensor's local tensor, which programs may replace."""
-        if (hooks := self.of_subclass) is not None:
+        if (hooks := self.hooked) is not None:
             return part_held_by(self.parameter) is hooks.local
         return local.untyped_storage().data_ptr() == self.leaf.untyped_storage().data_ptr() and local.numel() > 0
 
     def make_leaf(self, local: torch.Tensor) -> nn.Parameter:
         """Make a leaf over `local`. Raises RuntimeError if the parameter's tensor subclass has changed."""
-        if (hooks := self.of_subclass) is not None:
+        if (hooks := self.hooked) is not None:
             local = part_held_by(self.parameter)
             if type(local) is not type(hooks.local) or not has_hooks(local):
                 raise RuntimeError(replaced_message(self.name))

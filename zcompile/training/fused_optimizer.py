@@ -205,8 +205,8 @@ class StepMode(TorchDispatchMode):
         if func not in (ADAM, ADAMW) or state is None:
             return func(*args, **kwargs)
         parameters = args[0]
-        # Without tensor subclasses, which implement the ops of a step themselves.
-        plain = [sharded for sharded in state.parameters.values() if sharded.of_subclass is None]
+        # Without parameters that have all-gather hooks: a tensor subclass implements the ops of a step itself.
+        plain = [sharded for sharded in state.parameters.values() if sharded.hooked is None]
         index_of = {id(sharded.parameter): sharded.index for sharded in plain}
         ours = [i for i, parameter in enumerate(parameters) if id(parameter) in index_of]
         is_scaled = kwargs.get("grad_scale") is not None or kwargs.get("found_inf") is not None  # maybe DTensors

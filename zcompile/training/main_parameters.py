@@ -80,7 +80,7 @@ def warn_of_device_bytes(parameters: Sequence[Any]) -> None:
     sharded = sharded_by(largest)
     assert sharded is not None  # a step has only parameters of the model
     if sharded.extension is not None:
-        remedy = "Take offload='moments'" if sharded.of_subclass else "Shard the model without gather_dtype"
+        remedy = "Take offload='moments'" if sharded.hooked else "Shard the model without gather_dtype"
         reason = f"is {sharded.extension.kind}"
     elif _is_alone(local_of(largest)):
         dtypes = " and ".join(sorted(str(dtype) for dtype in _gathered_in(sharded)))

@@ -99,7 +99,7 @@ def _dtype_on_wire(sharded: ShardedParameter, dtype: torch.dtype | None) -> torc
 
 def _is_whole_by_dtensor(sharded: ShardedParameter) -> bool:
     """Whether `DTensor.full_tensor` gathers `sharded`: a tensor subclass, or sharded also by tp, ep or over hosts."""
-    return sharded.layout.inner is not None or sharded.of_subclass is not None or sharded.state.over_hosts
+    return sharded.layout.inner is not None or sharded.hooked is not None or sharded.state.over_hosts
 
 
 def _iterate(
@@ -134,7 +134,7 @@ def _gather(bucket: _Bucket, dtype: torch.dtype | None) -> list[torch.Tensor]:
     wire = _dtype_on_wire(found[0], dtype)
     if _is_whole_by_dtensor(found[0]):
         parameter: Any = found[0].parameter
-        return [(parameter if found[0].of_subclass is not None else parameter.to(wire)).full_tensor()]
+        return [(parameter if found[0].hooked is not None else parameter.to(wire)).full_tensor()]
     if found[0].state.runtime.world == 1:
         return [each.layout.as_read(each.leaf.detach().view(each.shape)).to(wire, copy=True) for each in found]
     started = [_start_gather(each, wire) for each in found]

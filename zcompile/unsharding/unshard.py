@@ -130,7 +130,7 @@ def _check_entry(selected: list[ShardedParameter], writeback: bool) -> None:
             )
         if sharded.is_whole:
             raise RuntimeError(f"zcompile.unshard: {where} is whole already: use it in the outer block.")
-        if writeback and (hooks := sharded.of_subclass) is not None:
+        if writeback and (hooks := sharded.hooked) is not None:
             raise RuntimeError(
                 f"zcompile.unshard: {where} is a {name_of(type(hooks.local))}, whose unsharded form has "
                 "other values than its shards, so it cannot be written back. Change the DTensor in "
@@ -146,7 +146,7 @@ def _check_entry(selected: list[ShardedParameter], writeback: bool) -> None:
 def _gather(sharded: ShardedParameter) -> nn.Parameter:
     """All-gather the parameter into new memory, which is not shared with the model."""
     leaf = sharded.leaf
-    if (hooks := sharded.of_subclass) is not None:
+    if (hooks := sharded.hooked) is not None:
         unsharded = hooks.whole(sharded)
     elif sharded.state.over_hosts:  # the runtime gathers copies in `param_dtype` there
         unsharded = cast(DTensor, sharded.parameter.detach()).full_tensor().clone()
@@ -184,7 +184,7 @@ def _problem(selected: list[ShardedParameter], whole: list[nn.Parameter], versio
     for i, (sharded, parameter) in enumerate(zip(selected, whole, strict=True)):
         if versions is not None and parameter._version != versions[i]:
             return f"parameter '{sharded.name}' was written to. To store it, pass writeback=True"
-        same_dtype = sharded.of_subclass is not None or parameter.dtype == sharded.leaf.dtype
+        same_dtype = sharded.hooked is not None or parameter.dtype == sharded.leaf.dtype
         if parameter.shape != sharded.parameter.shape or not same_dtype:
             return (
                 f"parameter '{sharded.name}' is {tuple(parameter.shape)}, {parameter.dtype} now. It must stay "
