@@ -30,10 +30,7 @@ def test_requires_grad_is_followed(rank, world, prepare, by_attribute):
     def freeze(model, frozen=True):
         for name, parameter in model.named_parameters():
             trains = (".0." in name) != frozen or "mix" in name
-            if by_attribute:
-                parameter.requires_grad = trains
-            else:
-                parameter.requires_grad_(trains)
+            setattr(parameter, "requires_grad", trains) if by_attribute else parameter.requires_grad_(trains)
         return model
 
     alternate = lambda model, reference, step: [freeze(each, step % 2 == 0) for each in (model, reference)]
@@ -180,7 +177,10 @@ def test_a_parameter_that_is_none_for_a_while_reads_as_none(rank, world):
     torch.testing.assert_close(model(x), reference(x))
 
 
-two_losses = lambda model, step, rank: routed_loss(model, step, rank) + routed_loss(model, step + 1, rank)
+def two_losses(model, step, rank):
+    return routed_loss(model, step, rank) + routed_loss(model, step + 1, rank)
+
+
 CASES = [(Transformer, ref.lm_loss, zcompile.shard), (Transformer, ref.lm_loss, ref.compiled)]
 
 
