@@ -77,8 +77,9 @@ class Recorded(TorchDispatchMode):
 
 @pytest.mark.parametrize("fuse", [True, False])
 def test_steps_are_on_shards_and_those_of_others_as_ever(rank, world, fuse):
-    """What DTensor does for each parameter takes the host longer than the rest of a step."""
-    model = zcompile.shard(nn.Linear(6, 5))
+    """DTensor's work for each parameter takes the host longer than the rest of a step. Units step apart."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 5))
+    zcompile.shard(model, units=[model[0]])
     theirs = nn.Parameter(zcompile.shard(nn.Linear(6, 5)).weight.detach().clone())
     optimizer = torch.optim.AdamW([*model.parameters(), theirs], fused=True)
     if fuse:
@@ -87,7 +88,7 @@ def test_steps_are_on_shards_and_those_of_others_as_ever(rank, world, fuse):
     theirs.grad = torch.ones_like(theirs)
     with Recorded() as recorded:
         optimizer.step()
-    assert sorted(recorded.on_dtensors) == ([False, True] if fuse else [True])
+    assert sorted(recorded.on_dtensors) == ([False, False, True] if fuse else [True])
 
 
 def test_an_optimizer_that_cannot_be_fused_is_refused(rank, world):

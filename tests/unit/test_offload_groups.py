@@ -1,6 +1,5 @@
-"""How a step with offloaded moments takes parameters in groups, and that torch's step takes moments from the host."""
+"""How a step with offloaded moments takes parameters in groups."""
 
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,12 +36,3 @@ def test_a_rank_without_elements_has_a_group():
 def test_groups_are_filled():
     assert len(plan_groups([GRAIN] * 8, 2 * GRAIN)) == 4
     assert len(plan_groups([8 * GRAIN + 1], 2 * GRAIN)) == 5
-
-
-def test_torch_groups_parameters_of_a_device_with_moments_of_the_host():
-    """Before it calls its fused kernel, in whose place ours is. It refuses moments that are not float32."""
-    on_device, on_host = torch.empty(3, device="meta"), torch.empty(3)
-    lists = [[on_device], [on_device], [on_host], [on_host], [], [torch.empty((), device="meta")]]
-    (key, (grouped, _)), *others = torch.optim.Optimizer._group_tensors_by_device_and_dtype(lists).items()
-    assert key == (on_device.device, torch.float32) and not others
-    assert grouped[2][0] is on_host and grouped[3][0] is on_host

@@ -1,30 +1,32 @@
 """A step of Adam or AdamW that also writes the low-precision copies of shards that peers gather.
 
 With the p2p transport, each rank keeps copies of its shards in `param_dtype`, which peers read. A later cast would read
-all main parameters again, so the kernel that computes them also writes the copies. torch's own `step` runs: a dispatch
-mode replaces only its call of the fused kernel. The order of parameters: csrc/p2p/schedule/adam_schedule.h.
+all main parameters again, so the kernel that computes them also writes the copies. torch's own `step` runs, but for the
+model's parameters it calls no kernel; see `LocalStep`. The order of parameters: csrc/p2p/schedule/adam_schedule.h.
 """
 
 import contextlib
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.optim.adam import adam
 
 from zcompile.sharding.class_swap import read_narrow_shards
 from zcompile.state.sharded_model import ShardedModel, models_of, state_of
 from zcompile.training.local_parts import are_alike, local_of
 from zcompile.training.main_parameters import note_writes
-from zcompile.training.offload import COUNTS, Offload, Tensors
+from zcompile.training.offload import COUNTS, FIRST_MOMENT, MOMENTS, Offload, Tensors
 from zcompile.training.step_in_backward import StepInBackward
 
-ADAM, ADAMW = torch.ops.aten._fused_adam_.default, torch.ops.aten._fused_adamw_.default
-MAXIMA = 4  # index of their argument `max_exp_avg_sqs`, for amsgrad
+SETTINGS = "lr", "weight_decay", "eps", "amsgrad", "maximize"  # of a parameter group, which kernels get, with betas
+SCALES = "grad_scale", "found_inf"  # attributes that a GradScaler sets on an optimizer during its step
+MAXIMA = 4  # index of `max_exp_avg_sqs`, for amsgrad, in the arguments of torch's fused kernel
 OFFLOADS = "moments", "states"
 
 
@@ -107,12 +109,12 @@ def fuse_optimizer(
     if unbound is None:  # a scheduler has wrapped `step` before
         unbound = functools.wraps(inner)(lambda self: inner())
     offloading = None if offload is None else Offload(offload, state, optimizer)
-    mode = StepMode(state, offloading)
+    local = LocalStep(state, optimizer, offloading)
     early = None
     if offloading is not None and step_in_backward:
         offloading.in_backward = True
-        early = StepInBackward(optimizer, offloading, mode)
-    fused: Any = _fused_step(unbound, mode, early)
+        early = StepInBackward(optimizer, offloading, local)
+    fused: Any = _fused_step(unbound, local, early)
     for each in models_of(state) if offloading is not None else ():
         each.offloads.add(offloading)
     if offload == "states":
@@ -144,9 +146,9 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _fused_step(unbound: Callable[..., Any], mode: "StepMode", early: StepInBackward | None) -> Callable[..., Any]:
-    """Wrap `unbound`, an optimizer's step: run it under `mode`, then set gradients to None."""
-    offload = mode.offload
+def _fused_step(unbound: Callable[..., Any], local: "LocalStep", early: StepInBackward | None) -> Callable[..., Any]:
+    """Wrap `unbound`, an optimizer's step, inside of which torch calls `local.collect`. At its end, free gradients."""
+    offload = local.offload
 
     @functools.wraps(unbound)  # keeps attributes that schedulers and others set on it
     def fused(self: torch.optim.Optimizer, closure: Any = None) -> Any:
@@ -156,33 +158,37 @@ def _fused_step(unbound: Callable[..., Any], mode: "StepMode", early: StepInBack
                 loss = closure()
         if early is not None:
             early.finish(self)
-        with offload.step(self) if offload else contextlib.nullcontext(), mode:
+        with offload.step(self) if offload else contextlib.nullcontext():
             unbound(self)
-        model = mode.state
+        model = local.state
         models = [] if model is None else models_of(model)
-        ours = {id(sharded.parameter) for each in models for sharded in each.parameters.values()}
+        ours = {id(sharded.parameter): sharded for each in models for sharded in each.parameters.values()}
         stepped = [parameter for group in self.param_groups for parameter in group["params"] if id(parameter) in ours]
         for parameter in stepped:
             parameter.grad = None
-        if offload is None:  # an earlier optimizer may have moved main parameters to the host
-            note_writes(stepped)
+        if offload is None:
+            # An earlier optimizer may have moved main parameters to the host.
+            note_writes(parameter for parameter in stepped if ours[id(parameter)].on_host is not None)
         return loss
 
     return fused
 
 
-class StepMode(TorchDispatchMode):
-    """A dispatch mode that replaces torch's fused Adam kernel by the transport's, for parameters of the model.
+class LocalStep:
+    """Steps the parameters of one model on local tensors, because ops on DTensors take more host time.
 
-    If the transport has no such kernel, torch's kernel updates the local shards.
+    torch's step calls `optimizer._init_group` for each parameter group, to collect tensors for its kernel. `collect`
+    replaces this method: it steps the model's parameters, and lets torch collect those of others.
     """
 
-    def __init__(self, state: ShardedModel, offload: Offload | None = None):
-        super().__init__()
-        self.reference = weakref.ref(state)  # an optimizer must not hold a model
+    def __init__(self, state: ShardedModel, optimizer: torch.optim.Optimizer, offload: Offload | None = None):
+        # Weak: an optimizer must not hold a model, and a cycle would keep the optimizer's states in memory.
+        self.reference, self.optimizer = weakref.ref(state), weakref.ref(optimizer)
         self.offload = offload
+        self.collect_others = vars(optimizer).get("_init_group")  # of another model with this optimizer
         self.refreshes_cache = False  # whether some step wrote the transport's copies of shards
         self.in_backward = False  # whether a step in backward runs, which must not write the transport's copies
+        cast(Any, optimizer)._init_group = self.collect
 
     @property
     def state(self) -> ShardedModel | None:
@@ -193,107 +199,123 @@ class StepMode(TorchDispatchMode):
     def stepping_in_backward(self) -> Iterator[None]:
         self.in_backward = True
         try:
-            with self:
-                yield
+            yield
         finally:
             self.in_backward = False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs, state = kwargs or {}, self.state
-        if func not in (ADAM, ADAMW) or state is None:
-            return func(*args, **kwargs)
-        parameters = args[0]
+    def collect(self, group: dict[str, Any], *lists: list[Any]) -> bool:
+        """Step the model's parameters in `group`. Append the tensors of the others to `lists` as torch's method does.
+
+        Torch also gets parameters whose gradients or moments are sharded in another way, and, unless their moments lie
+        in host memory, those that a GradScaler unscales. It first creates the states of parameters that have none.
+        """
+        optimizer, state = cast(Any, self.optimizer()), self.state
+        collect = self.collect_others or functools.partial(type(optimizer)._init_group, optimizer)
+        if state is None:
+            return bool(collect(group, *lists))
         # Without parameters that have all-gather hooks: a tensor subclass implements the ops of a step itself.
-        plain = [sharded for sharded in state.parameters.values() if sharded.hooked is None]
-        index_of = {id(sharded.parameter): sharded.index for sharded in plain}
-        ours = [i for i, parameter in enumerate(parameters) if id(parameter) in index_of]
-        is_scaled = kwargs.get("grad_scale") is not None or kwargs.get("found_inf") is not None  # maybe DTensors
-        if not ours or is_scaled or not all(_are_sharded_alike(args, i) for i in ours):
-            if self.refreshes_cache:
-                torch.autograd.graph.increment_version([local_of(parameters[i]) for i in ours])
-            self._step_others(func, args, kwargs)
-            return None
-        offload = self.offload
-        hosted = [] if offload is None else [i for i in ours if offload.has_moments_of(parameters[i], args, i)]
-        for places in (hosted, [i for i in ours if i not in hosted] if hosted else ours):
-            if not places:
-                continue
-            local = [[local_of(tensor) for tensor in values] for values in _taken(args, places)]
-            stepped = [parameters[i] for i in places]
-            step = functools.partial(self._step_shards, func, stepped, index_of, kwargs)
-            if offload is not None and places is hosted:
-                offload.stream(stepped, local, step)
+        models = [[each for each in model.parameters.values() if each.hooked is None] for model in models_of(state)]
+        known = {id(sharded.parameter) for plain in models for sharded in plain}
+        index_of = {id(each.parameter): each.index for each in state.parameters.values()}  # without units, other models
+        gradients = {each: each.grad for each in group["params"] if id(each) in known}
+        ours = {parameter: grad for parameter, grad in gradients.items() if grad is not None}
+        if new := [parameter for parameter in ours if not optimizer.state.get(parameter)]:
+            collect({**group, "params": new}, *([] for _ in lists))
+        scales = [scale for name in SCALES if (scale := getattr(optimizer, name, None)) is not None]
+        is_plain = not any(isinstance(scale, DTensor) for scale in scales)
+        is_plain &= not any(isinstance(number, torch.Tensor) for number in (group["lr"], *group["betas"]))
+        names = (*MOMENTS, *(["max_exp_avg_sq"] * group["amsgrad"]))
+        kinds: dict[Any, list[Any]] = defaultdict(list)  # by how they are stepped, rows of a parameter's tensors
+        left = []
+        for parameter, grad in ours.items():
+            own = optimizer.state[parameter]
+            row = [parameter, grad, *(own[name] for name in names)]
+            is_hosted = self.offload is not None and self.offload.has_moments_of(parameter, row[FIRST_MOMENT:])
+            is_alike = is_plain and are_alike([getattr(tensor, "_spec", None) for tensor in row])
+            if is_hosted or (is_alike and not scales):
+                kind = local_of(parameter).dtype, id(parameter) in index_of, is_hosted, is_alike
+                kinds[kind].append([*row, own["step"]])
             else:
-                step(range(len(places)), range(len(places)), local)
-        if len(ours) < len(parameters):
-            others = [i for i, parameter in enumerate(parameters) if id(parameter) not in index_of]
-            self._step_others(func, _taken(args, others), kwargs)
-        return None
+                left.append(parameter)
+        for (_, is_own, is_hosted, is_alike), rows in kinds.items():
+            tensors = [list(values) for values in zip(*rows, strict=True)]
+            if not group["amsgrad"]:
+                tensors.insert(MAXIMA, [])
+            self._step(group, tensors, index_of if is_own else {}, is_hosted, is_alike)
+        self._expire_copies([local_of(parameter) for parameter in left])
+        stepped = {id(parameter) for parameter in ours}.difference(map(id, left))
+        return bool(collect({**group, "params": [each for each in group["params"] if id(each) not in stepped]}, *lists))
+
+    def _step(
+        self, group: dict[str, Any], tensors: Tensors, index_of: dict[int, int], is_hosted: bool, is_alike: bool
+    ) -> None:
+        """Step parameters of one dtype. `tensors`: DTensors, in the lists that torch's fused kernel takes.
+
+        `index_of`: {id of a parameter: its index in the runtime}; empty for those of units, whose steps run torch's
+        kernel. `is_hosted`: whether their moments lie in host memory. `is_alike`: whether all are sharded alike.
+        """
+        optimizer, offload = self.optimizer(), self.offload
+        (beta1, beta2), scales = group["betas"], {name: getattr(optimizer, name, None) for name in SCALES}
+        device = tensors[0][0].device
+        scales = {name: scale if scale is None else scale.to(device) for name, scale in scales.items()}
+        settings = {name: group[name] for name in SETTINGS} | {"beta1": beta1, "beta2": beta2}
+        local = [[local_of(tensor) for tensor in values] for values in tensors]
+        if not is_alike:
+            assert offload is not None
+            self._expire_copies(local[0])
+            with offload.on_device(tensors) as moved:
+                flags = {name: group[name] for name in ("capturable", "differentiable", "decoupled_weight_decay")}
+                cast(Any, adam)(*moved, **settings, **flags, **scales, fused=True)
+            return
+        torch._foreach_add_(local[COUNTS], 1)
+        step = functools.partial(self._step_shards, group, tensors[0], index_of, settings, scales)
+        if is_hosted:
+            assert offload is not None
+            offload.stream(tensors[0], local, step)
+        else:
+            step(range(len(local[0])), range(len(local[0])), local)
+        if (found_inf := scales["found_inf"]) is not None:  # then the kernel changed nothing
+            torch._foreach_sub_(local[COUNTS], [found_inf] * len(local[COUNTS]))
 
     def _step_shards(
         self,
-        func: Any,
+        group: dict[str, Any],
         parameters: list[Any],
         index_of: dict[int, int],
-        kwargs: dict[str, Any],
+        settings: dict[str, Any],
+        scales: dict[str, Any],
         items: Sequence[int],
         done: Sequence[int],
         tensors: Tensors,
     ) -> None:
         """Update this rank's shards by the transport's kernel if it supports the step, else by torch's kernel.
 
-        `items`, `done`, `tensors`: see `Step` in offload.py. Tensors are local: ops on DTensors take more host time.
+        `items`, `done`, `tensors`: see `Step` in offload.py. Tensors are local.
         """
-        state, settings = self.state, {name: kwargs[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
+        state = self.state
         assert state is not None
-        indices = [index_of[id(parameters[item])] for item in items]
-        needed = [values for i, values in enumerate(tensors) if i != MAXIMA]
-        plain = _is_plain(func, kwargs) and not self.in_backward
-        if plain and state.runtime.fused_adam_step(indices, needed, **settings):
-            self.refreshes_cache = True
-            # Now, not after the step: a hook could write to a gradient, whose memory may hold the transport's copies.
-            for item in done:
-                parameters[item].grad = None
-            return
+        decoupled = group["decoupled_weight_decay"]  # AdamW, whose step the transport's kernel computes
+        is_supported = (decoupled or not settings["weight_decay"]) and not (settings["amsgrad"] or settings["maximize"])
+        if (
+            index_of
+            and is_supported
+            and not self.in_backward
+            and not any(scale is not None for scale in scales.values())
+        ):
+            indices = [index_of[id(parameters[item])] for item in items]
+            needed = [values for i, values in enumerate(tensors) if i != MAXIMA]
+            taken = {name: settings[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
+            if state.runtime.fused_adam_step(indices, needed, **taken):
+                self.refreshes_cache = True
+                # Now, not after the step: a hook could write to a gradient, whose memory may hold copies of shards.
+                for item in done:
+                    parameters[item].grad = None
+                return
+        self._expire_copies(tensors[0])
+        kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        kernel(*tensors, **settings, **scales)
+
+    def _expire_copies(self, shards: list[torch.Tensor]) -> None:
+        """Before torch's kernel, which writes no copies of `shards`: mark those of an earlier step as out of date."""
         if self.refreshes_cache:
-            # torch's kernel does not write the transport's copies: mark those of an earlier step as out of date.
-            torch.autograd.graph.increment_version(tensors[0])
-        func(*tensors, **kwargs)
-
-    def _step_others(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Run torch's kernel on `args`, with moments in host memory streamed (offload.py)."""
-        offload, scales = self.offload, [kwargs.get(name) for name in ("grad_scale", "found_inf")]
-        if offload is None:
-            func(*args, **kwargs)
-            return
-        hosted = [i for i, parameter in enumerate(args[0]) if offload.has_moments_of(parameter, args, i)]
-        alike = [i for i in hosted if _are_sharded_alike(args, i)]
-        if any(isinstance(scale, DTensor) for scale in scales):
-            alike = []
-        if alike:
-            local = [[local_of(tensor) for tensor in values] for values in _taken(args, alike)]
-            offload.stream([args[0][i] for i in alike], local, lambda _, __, tensors: func(*tensors, **kwargs))
-        if odd := sorted({*hosted} - {*alike}):
-            with offload.on_device(_taken(args, odd)) as tensors:
-                func(*tensors, **kwargs)
-        if rest := sorted({*range(len(args[0]))} - {*hosted}):
-            func(*_taken(args, rest), **kwargs)
-
-
-def _taken(args: Sequence[Any], places: list[int]) -> Tensors:
-    """Select the entries at `places` of each list in a fused kernel's `args`; amsgrad's list may be empty."""
-    return [[values[i] for i in places] if values else [] for values in args]
-
-
-def _is_plain(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a transport's fused kernel can compute the step; `load_state_dict` may have changed parameter groups."""
-    if kwargs["amsgrad"] or kwargs["maximize"]:
-        return False
-    return func is ADAMW or kwargs["weight_decay"] == 0
-
-
-def _are_sharded_alike(args: Sequence[Any], i: int) -> bool:
-    """Whether parameter `i`, its gradient and moments are sharded alike, so that each rank can step its shard alone."""
-    return are_alike([getattr(values[i], "_spec", None) for values in args[:COUNTS] if values])
+            torch.autograd.graph.increment_version(shards)

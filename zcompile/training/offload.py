@@ -121,9 +121,8 @@ class Offload:
         self.parameters = {id(sharded.parameter): sharded.name for sharded in found}
         return self.parameters
 
-    def has_moments_of(self, parameter: torch.Tensor, args: Any, i: int) -> bool:
-        """Whether moments of `parameter`, entry `i` of each list in a fused kernel's `args`, lie in host memory."""
-        moments = [args[FIRST_MOMENT + j][i] for j in range(len(MOMENTS))]
+    def has_moments_of(self, parameter: torch.Tensor, moments: list[torch.Tensor]) -> bool:
+        """Whether the `moments` of `parameter` lie in host memory."""
         are_on_host = all(self.link.is_host(local_of(moment)) for moment in moments)
         return id(parameter) in self.parameters and fits(parameter) and are_on_host
 
@@ -154,7 +153,7 @@ class Offload:
 
     @contextlib.contextmanager
     def step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Context manager around a step of `optimizer`, inside of which the dispatch mode calls `stream`."""
+        """Context manager around a step of `optimizer`, inside of which fused_optimizer.py calls `stream`."""
         self.find_parameters()
         if self.model() is None:
             self._give_back(optimizer)

@@ -47,8 +47,8 @@ SEEN = 1024  # elements of the last gradient that are compared
 class StepInBackward:
     """Updates parameters of one model in backward. Parameters refer to it; it refers to model and optimizer weakly."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, offload: Offload, mode: Any):
-        self.optimizer, self.offload, self.mode = weakref.ref(optimizer), offload, mode
+    def __init__(self, optimizer: torch.optim.Optimizer, offload: Offload, local: Any):
+        self.optimizer, self.offload, self.local = weakref.ref(optimizer), offload, local
         self.pending: dict[Any, str] = {}  # parameters with a gradient that no step has taken yet -> names
         self.pending_bytes = 0  # of their states on an average rank, so that all ranks step the same parameters
         self.stepped: dict[Any, str] = {}  # parameters that have been stepped since the last `finish` -> names
@@ -127,7 +127,7 @@ class StepInBackward:
             offload.open([*offload.trained(optimizer)])
         self.stepped |= pending
         gradients = [local_of(parameter.grad) for parameter in pending]
-        with link.aside(), torch.no_grad(), _restricted(optimizer, pending), self.mode.stepping_in_backward():
+        with link.aside(), torch.no_grad(), _restricted(optimizer, pending), self.local.stepping_in_backward():
             # Call no hooks of a step here: `optimizer.step()` calls them once.
             inspect.unwrap(type(optimizer).step)(optimizer)
             self.gradients.append((link.mark(Queue.COMPUTE), gradients))
