@@ -46,7 +46,7 @@ def least_limit(workload: Workload, batch: torch.Tensor) -> int:
     try:
         zcompile.explain(workload.model, batch, options={"memory_limit": 1})
     except RuntimeError as error:
-        number, unit = re.search(r"The least is ([\d.,]+) ([GM])iB", str(error)).groups()
+        number, unit = re.search(r"The least found is ([\d.,]+) ([GM])iB", str(error)).groups()
         return math.ceil((float(number.replace(",", "")) + 0.01) * {"G": 1 << 30, "M": 1 << 20}[unit])
     raise AssertionError("a limit of one byte has a plan")
 

@@ -205,7 +205,7 @@ def pair():
         (["--activation-budgets", "half"], "--activation-budgets takes numbers from 0 to 1"),
         (["--save-for-backward", "-1"], "--save-for-backward takes"),
         (["--memory-limit", "much"], "--memory-limit: takes a size such as 70GiB, not 'much'"),
-        slow_case(*(["--model", "tiny", "--memory-limit", "60MiB"], "keeps to memory_limit, 60.0 MiB. The least is")),
+        slow_case(*(["--model", "tiny", "--memory-limit", "60MiB"], "memory_limit, 60.0 MiB. The least found is")),
         (["--transport", "ncll"], "--transport must be one of p2p, nccl on H200, not 'ncll'"),
         (["--transport", "p2p", "--ranks", "16"], "p2p reaches the 8 ranks"),
         (["--transport", "p2p", "--gather-dtype", "int8"], "are gathered by NCCL, not peer to peer: take --transport"),

@@ -5,7 +5,8 @@ Most of a step's memory is activations that forward saves for backward. We list 
 the one before, and take the first whose forward and backward stay within the limit. A *segment* is a layer, say, and a
 *cut* the few activations between two segments (zcompile/graph/segments.py). Each plan lets backward recompute one more
 segment from its cut, as activation checkpointing does; later plans save fewer cuts. The last plans have one of torch's
-activation memory budgets, mainly for graphs without cuts.
+activation memory budgets, mainly for graphs without cuts. A trial of a plan takes seconds, so if recomputation of all
+segments is far above the limit, no later plan is tried.
 
 To predict the peak of a plan, a copy of the joint graph is split into forward and backward. Ranks whose inputs have
 different sizes agree: each lists as many segments as the rank with the fewest, and all take the plan that saves the
@@ -49,6 +50,7 @@ STRIDES = (2, 4, 8)  # a plan saves each n-th cut
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
 MOST_SEGMENTS = 100_000
 LEAST_SHARE = 0.05  # of the model's parameters; a graph that reads less says nothing about other graphs
+NEAR = 4 / 3  # times the limit; from higher peaks, fewer cuts and budgets do not reach it: they lowered peaks by 17 %
 MARGIN = 1.03  # predicted peaks are within 3 % of measured ones (docs/lab/measurements.md)
 
 
@@ -87,9 +89,9 @@ def within_limit(plan: Plan, joint: GraphModule, split: Split, agree: Agree | No
         return peaks[i] <= limit.nbytes
 
     # Each segment more lowers the peak, so bisect. Fewer cuts or smaller budgets may raise it, so try one by one.
-    least = 0 if fits(0) else bisect_left(range(count + 1), True, lo=1, key=fits)
-    if least > count:
-        least = next(filter(fits, range(least, len(plans))), len(plans))
+    least = 0 if fits(0) else bisect_left(range(count), True, lo=1, key=fits) if fits(count) else len(plans)
+    if least == len(plans) and (not count or min(peaks.values()) <= NEAR * limit.nbytes):
+        least = next(filter(fits, range(count + 1, len(plans))), len(plans))
     if least == len(plans) or not fits(chosen := agree("plan", least) if agree else least):
         raise OutOfLimit(_missing(limit, min(peaks.values())))
     _tag(plans[chosen], joint.graph)
@@ -121,7 +123,7 @@ def _tag(plan: Plan, graph: Graph) -> None:
 def _missing(limit: MemoryLimit, least_bytes: int) -> str:
     rest = least_bytes - limit.state_bytes
     return (
-        f"zcompile: no plan of this graph keeps to memory_limit, {_size(limit.nbytes)}. The least is "
+        f"zcompile: no plan of this graph keeps to memory_limit, {_size(limit.nbytes)}. The least found is "
         f"{_size(least_bytes)}: {_size(limit.state_bytes)} of shards, Adam moments and "
         f"staging buffers, and at the peak {_size(rest)} of activations, unsharded parameters and gradients. Raise "
         "the limit, or train on more ranks, with fewer tokens a rank, or with zcompile.fuse_optimizer(offload=...)."
