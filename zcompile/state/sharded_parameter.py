@@ -258,9 +258,10 @@ class ShardedParameter:
             self.has_deferred, self.earlier_grad = True, parameter.grad
             parameter.grad = DTensor(zeros.fill_(1), parameter._spec, requires_grad=False)
             self.factor_version = parameter.grad._version
-            self.accumulation = get_gradient_edge(parameter).node
-            self.accumulation.register_prehook(self.add_to_earlier)
-            self.accumulation.register_hook(self.note_added_zeros)
+            if parameter.numel():  # of an empty DTensor, torch has no gradient edge
+                self.accumulation = get_gradient_edge(parameter).node
+                self.accumulation.register_prehook(self.add_to_earlier)
+                self.accumulation.register_hook(self.note_added_zeros)
         elif parameter.grad._version != self.factor_version:
             raise RuntimeError(
                 f"zcompile: .grad of parameter '{self.name}' was changed in place between two backwards inside of "

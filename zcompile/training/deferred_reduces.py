@@ -69,7 +69,7 @@ class DeferredReplicas(Deferral):
                 if parameter.grad is not None:
                     self.earlier.append((parameter, parameter.grad))
                     parameter.grad = None
-                if parameter.requires_grad:
+                if parameter.requires_grad and parameter.numel():  # of an empty DTensor, torch has no gradient edge
                     node = get_gradient_edge(parameter).node
                     self.nodes.append((node, node.register_prehook(functools.partial(self._keep_own, parameter))))
 
