@@ -313,8 +313,10 @@ void bind_model(py::module& module) {
       .def("guard_data", &Model::guard_data, py::arg("index"), py::arg("parameter"))
       .def(
           "assigned_data",
-          [](const Model& model, const std::vector<at::Tensor>& parameters) { return model.assigned_data(parameters); },
-          py::arg("parameters"))
+          [](const Model& model, const std::vector<int64_t>& indices, const std::vector<at::Tensor>& parameters) {
+            return model.assigned_data(indices, parameters);
+          },
+          py::arg("indices"), py::arg("parameters"))
       .def("move_to_host", &Model::move_to_host, py::arg("index"), py::arg("host"), py::arg("narrow"))
       .def("finish_host_step", &Model::finish_host_step, py::arg("indices"))
       .def("gathered_in", &Model::gathered_in, py::arg("index"))

@@ -85,9 +85,9 @@ void Model::finish_host_step(const std::vector<int64_t>& indices) {
   }
 }
 
-int64_t Model::assigned_data(at::TensorList parameters) const {
+int64_t Model::assigned_data(const std::vector<int64_t>& indices, at::TensorList parameters) const {
   for (size_t i = 0; i < parameters.size(); ++i) {
-    const auto& guarded = params_.at(i)->guarded;
+    const auto& guarded = params_.at(indices.at(i))->guarded;
     if (guarded && !parameters[i].storage().is_alias_of(guarded)) return static_cast<int64_t>(i);
   }
   return -1;

@@ -22,26 +22,29 @@ def work_of(way, blocks, rank):
         zcompile.shard(model)
     for module in model.blocks if way == "blocks" else [model]:
         module.compile(backend="inductor" if way == "unsharded" else "zcompile", fullgraph=True)
-    for step in range(3):
+    for step in range(4):  # after 1, 2 and 4 forwards, zcompile looks for parameters that were added
         model.zero_grad()
         lm_loss(model, step, rank).backward()
     model.zero_grad()
     events = collections.Counter()
     sys.setprofile(lambda frame, event, _: events.update([event]))
     try:
-        lm_loss(model, 3, rank).backward()
+        lm_loss(model, 4, rank).backward()
     finally:
         sys.setprofile(None)
     return counters["stats"]["unique_graphs"], metrics.generated_kernel_count, events["call"]
 
 
-@pytest.mark.parametrize("way, most_calls", [slow_case("whole", 400), ("blocks", 1000)])
+@pytest.mark.parametrize("way, most_calls", [slow_case("whole", 180), ("blocks", 550)])
 @on_ranks(2)
 def test_graphs_kernels_and_calls_of_python_a_block(rank, world, way, most_calls):
-    # 344 and 924 calls with torch 2.13, of them torch's own, without zcompile: 33.
+    # 152 and 486 calls with torch 2.13, of them torch's own, without zcompile: 33.
     (graphs, kernels, calls), (_, more_kernels, more_calls) = (work_of(way, blocks, rank) for blocks in (1, 2))
     assert graphs == 1, "a whole graph is one, and equal blocks share one"
-    assert more_calls - calls <= most_calls
+    assert more_calls - calls <= most_calls, more_calls - calls
+    if way == "blocks":
+        growth = work_of(way, 3, rank)[2] - more_calls - (more_calls - calls)
+        assert abs(growth) < 10, "a block takes more calls in a model with more blocks"
     if way == "blocks":
         assert more_kernels == kernels > 0, "equal blocks are compiled once"
     else:

@@ -171,6 +171,10 @@ class _TracedModel:
     def enter_forward() -> bool:
         return False
 
+    @staticmethod
+    def enter_module(module: nn.Module) -> bool:
+        return False
+
 
 def install_tracing_readers(
     module: nn.Module, param_dtype: torch.dtype, casts: Casts, single_rank: bool, seen: dict[int, nn.Parameter]
@@ -403,8 +407,9 @@ def sharded_parameters_of(module: nn.Module) -> list[ShardedParameter]:
 
 def _save_to_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
     """`nn.Module._save_to_state_dict`. Raises if a program assigned to a DTensor's `.data`: the values were lost."""
-    for state in {each.state for each in sharded_parameters_of(self)}:
-        state.refuse_assigned_data()
+    own = sharded_parameters_of(self)
+    for state in {each.state for each in own}:
+        state.refuse_assigned_data(each for each in own if each.state is state)
         if state.microbatches.accumulates and not is_in_forward():
             state.close_tables()
     super(type(self), self)._save_to_state_dict(*args, **kwargs)

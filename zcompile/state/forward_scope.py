@@ -124,6 +124,13 @@ def _enter(*states: ShardedModel) -> bool:
     return sum(state.enter_forward() for state in states) > 0  # a sum, not any(): all states must be prepared
 
 
+@torch.compiler.disable
+def _enter_module(module: Any, checks_all: bool) -> bool:
+    """Prepare a call of `module`, or, if `checks_all`, its whole model. Return whether the call must run in eager."""
+    state: ShardedModel = module.__dict__[STATE]
+    return state.enter_forward() if checks_all else state.enter_module(module)
+
+
 @never_compiled_alone
 def _is_outermost(module: Any) -> bool:
     """Whether a call of `module` now would begin a forward of its model, and be in no other forward of that model.
@@ -153,10 +160,11 @@ def counting_call(
         if not _thread.is_eager:
             if not is_root and _thread.forwards == _thread.announced_depth:
                 _thread.announce(self)
-            enters = _is_outermost(self) or _thread.looks_again or self._compiled_call_impl is not None
+            checks_all = _is_outermost(self) or _thread.looks_again
+            enters = checks_all or self._compiled_call_impl is not None
             _thread.looks_again = False
             # A transform, such as `jacrev`, may batch the backward of compiled code, which could not gather then.
-            if enters and (_enter(self.__dict__[STATE]) or is_transformed()):
+            if enters and (_enter_module(self, checks_all) or is_transformed()):
                 return call_eagerly(__call__, (self, *args), kwargs)
         models, call_outermost = _thread.models, None
         if _is_outermost(self):

@@ -17,7 +17,7 @@ The post-accumulate hook of a leaf holds no object, because the garbage collecto
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -113,6 +113,8 @@ class ShardedModel:
         self.block_order: Any = None  # the `BlockOrder`
         self.call_outermost: Any = None  # runs a module's call that no other forward contains; see units/blocks.py
         self.units: ShardedModel | None = None  # if the model has units, the ShardedModel of their parameters
+        # For compiled modules inside of forwards, their parameters: a list for this ShardedModel and each of `others`.
+        self.parts: weakref.WeakKeyDictionary[nn.Module, list[list[ShardedParameter]]] = weakref.WeakKeyDictionary()
         self.others: list[ShardedModel] = []  # in the first domain's ShardedModel: those of the other domains, in order
         self.agreement: Agreement | None = None  # `program_check`; None if ranks with different programs raise anyway
 
@@ -215,7 +217,30 @@ class ShardedModel:
         has_others = self.forward_checks.eager_without_grad and not torch.is_grad_enabled()
         for other in self.others:
             has_others |= other.enter_forward()
-        for sharded in self.parameters.values():
+        return self._follow(self.parameters.values()) or has_others
+
+    def enter_module(self, module: nn.Module) -> bool:
+        """Like `enter_forward`, before a compiled module inside of a forward: checks the module's parameters alone.
+
+        If each compiled layer checked all parameters, host time would grow with the square of the number of layers.
+        """
+        models = [self, *self.others]
+        if module not in self.parts:
+            inside = set(module.modules())
+            self.parts[module] = [
+                [each for each in model.parameters.values() if any(owner in inside for owner, _ in each.owners)]
+                for model in models
+            ]
+        has_others = self.forward_checks.eager_without_grad and not torch.is_grad_enabled()
+        for model, part in zip(models, self.parts[module], strict=True):
+            model.refuse_assigned_data(part)
+            has_others |= model._follow(part)
+        return has_others
+
+    def _follow(self, parameters: Iterable[ShardedParameter]) -> bool:
+        """Copy `requires_grad` from DTensors to leaves. Return whether another tensor replaces one of `parameters`."""
+        has_others = False
+        for sharded in parameters:
             parameter: Any = sharded.parameter
             leaf: Any = sharded.leaf_reference()
             if leaf is None:  # the modules that held it were deleted
@@ -240,17 +265,19 @@ class ShardedModel:
         if isinstance(sharded.parameter, DTensor):
             self.runtime.guard_data(sharded.index, sharded.parameter)
 
-    def refuse_assigned_data(self) -> None:
+    def refuse_assigned_data(self, parameters: Iterable[ShardedParameter] | None = None) -> None:
         """Raise RuntimeError, once for each assignment, if the program has assigned to `.data` of a parameter.
 
-        A DTensor's values are in its local tensor, which such an assignment does not change. `torch.utils.swap_tensors`
-        also changes the local tensor, so in that case this makes a new leaf and does not raise.
+        `parameters`: those to check; None: all. A DTensor's values are in its local tensor, which such an assignment
+        does not change. `torch.utils.swap_tensors` also changes the local tensor, so in that case this makes a new leaf
+        and does not raise.
         """
-        sharded, names = list(self.parameters.values()), []
-        while (index := self.runtime.assigned_data([each.parameter for each in sharded])) >= 0:
-            self.runtime.guard_data(index, sharded[index].parameter)
-            if not self.follow_storage(sharded[index]):
-                names.append(sharded[index].name)
+        sharded, names = list(self.parameters.values() if parameters is None else parameters), []
+        indices = [each.index for each in sharded]
+        while (i := self.runtime.assigned_data(indices, [each.parameter for each in sharded])) >= 0:
+            self.runtime.guard_data(indices[i], sharded[i].parameter)
+            if not self.follow_storage(sharded[i]):
+                names.append(sharded[i].name)
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise RuntimeError(

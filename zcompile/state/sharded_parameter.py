@@ -218,7 +218,8 @@ class ShardedParameter:
         dtensor_grad: Any = self.sharded_grad()
         if dtensor_grad is None:
             local = self.add_grad(None, grad) if accumulates else grad
-            dtensor_grad = parameter.grad = DTensor(local, parameter._spec, requires_grad=False)
+            # By `__new__`, because `DTensor.__init__` does nothing, and takes the host longer.
+            dtensor_grad = parameter.grad = DTensor.__new__(DTensor, local, parameter._spec, requires_grad=False)
         elif accumulates:
             dtensor_grad._local_tensor = self.add_grad(dtensor_grad._local_tensor, grad)
         else:
