@@ -275,13 +275,11 @@ def least_limit(call):
 
 @pytest.mark.parametrize("world", [1, slow_case(2)])
 def test_the_least_limit_takes_little_more_than_checkpointed_blocks(rank, world):
-    """An error names that limit before anything runs. Gradients are bitwise those without a limit, dropout too.
-
-    A limit far below is refused after two trials, one near it after all."""
+    """An error names that limit before anything runs. Gradients are bitwise those without a limit, dropout too."""
     checkpointed, _ = peak_under(None, "aot_eager", rank, dropout=0.5, checkpointing=True)
     _, expected = peak_under(None, "aot_eager", rank, dropout=0.5)
     limit = 1
-    for trials in (2, 15):
+    for trials in (2, 15):  # a limit far below is refused after two trials, one near it after all
         torch._dynamo.reset()
         model = compiled(Blocks(COUNT, dropout=0.5), inner="aot_eager", options={"memory_limit": f"{limit}MiB"})
         with mock.patch.object(memory_limit, "_peak_bytes", wraps=memory_limit._peak_bytes) as trial:
