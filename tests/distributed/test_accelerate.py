@@ -1,5 +1,6 @@
 """`zcompile.integrations.huggingface.Accelerator` beside accelerate's own with the model under FSDP2."""
 
+import functools
 import os
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from zcompile.state.sharded_model import state_of
 from zcompile.training.main_parameters import on_host
 
 EAGER = CompilePlugin(options={"inner": "aot_eager"})
+fsdp2_plugin = functools.partial(FullyShardedDataParallelPlugin, fsdp_version=2, reshard_after_forward=True)
 
 
 def prepare(accelerator, *loaders):
@@ -71,10 +73,6 @@ def test_a_program_of_accelerate_trains_as_fsdp2(rank, world, compiled):
     for mine, reference in zip(ours, theirs):
         assert mine == pytest.approx(reference, abs=LOSSES), (ours, theirs)
     assert len(ours[0]) == 12 and len(ours[1]) == 6 and ours[0][0] > ours[0][-1]
-
-
-def fsdp2_plugin(**settings):
-    return FullyShardedDataParallelPlugin(**{"fsdp_version": 2, "reshard_after_forward": True, **settings})
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

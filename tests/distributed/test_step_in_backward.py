@@ -72,7 +72,6 @@ def test_results_are_those_of_a_step_without_offload(rank, world, offload, eager
 
 
 def make(link):
-    """Four layers, whose first steps are done."""
     torch.manual_seed(0)
     model = zcompile.shard(Chain(*(nn.Linear(37, 37) for _ in range(4))), param_dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)

@@ -1,6 +1,7 @@
 """Every way to train that users have, eager and compiled, against the unsharded model; passes change no number."""
 
 import functools
+import math
 import time
 
 import pytest
@@ -159,6 +160,10 @@ def test_two_models_in_one_process_do_not_disturb_each_other(rank, world):
 @pytest.mark.parametrize("world", [2, slow_case(4)])
 def test_clipping_and_fused_adamw_step_as_unsharded(rank, world):
     def clip(model, reference):
+        gradients = [parameter.grad for parameter in model.parameters()]
+        for norm_type, foreach in ((2.0, None), (0.5, False), (0.0, True)):
+            ours = zcompile.clip_grad_norm_(model.parameters(), math.inf, norm_type, foreach=foreach)
+            assert torch.equal(ours, nn.utils.get_total_norm(gradients, norm_type, foreach=foreach).full_tensor())
         ref.close(*(nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (model, reference)), 1e-5, "norm")
 
     adamw = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)

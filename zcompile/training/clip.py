@@ -3,7 +3,8 @@
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from zcompile.state.attributes import MODEL, SHARDED
 from zcompile.state.microbatches import Deferred
+from zcompile.training.local_parts import local_of
 
 
 @torch.no_grad()
@@ -41,30 +43,59 @@ def clip_grad_norm_(
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     _refuse_deferred(given)
-    by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
-    for parameter in given:
-        if parameter.grad is not None:
-            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
-            by_mesh.setdefault(mesh, []).append(parameter)
+    by_mesh: dict[DeviceMesh | None, list[Any]] = {}
+    for gradient in (parameter.grad for parameter in given):
+        if gradient is not None:
+            mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(gradient)
     norms = []
-    for mesh, group in by_mesh.items():
-        gradients: list[Any] = [each.grad for each in group]
-        if mesh is not None and norm_type == math.inf:
+    for mesh, gradients in by_mesh.items():
+        if mesh is None:
+            norms.append(nn.utils.get_total_norm(gradients, norm_type, foreach=foreach))
+        elif norm_type == math.inf:
             norms.append(_largest(mesh, gradients, foreach))
-            continue
-        norm = nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        else:
+            norms.append(_norm(mesh, gradients, norm_type, foreach))
     if not norms:
         return torch.tensor(0.0)
-    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    total = norms[0]
+    if len(norms) > 1:
+        total = torch.linalg.vector_norm(torch.stack([norm.to(total.device) for norm in norms]), norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"zcompile.clip_grad_norm_: the norm of the gradients is {total.item()}, on all ranks. Skip this step, or "
             "pass error_if_nonfinite=False to divide the gradients by it nevertheless."
         )
-    for group in by_mesh.values():
-        nn.utils.clip_grads_with_norm_(group, max_norm, total, foreach=foreach)
+    for gradients in by_mesh.values():
+        scaled = [SimpleNamespace(grad=local_of(gradient)) for gradient in gradients]  # as parameters have it
+        nn.utils.clip_grads_with_norm_(cast(Any, scaled), max_norm, total, foreach=foreach)
+        torch.autograd.graph.increment_version(gradients)
     return total
+
+
+def _norm(mesh: DeviceMesh, gradients: list[DTensor], norm_type: float, foreach: bool | None) -> torch.Tensor:
+    """Return the norm of `gradients` as `torch.nn.utils.get_total_norm` does, bit by bit, by ops on local tensors.
+
+    That is the norm of the norms of all gradients. torch stacks these as DTensors, which takes 4.6 s the first time for
+    768 gradients, and its ops on DTensors take 35 us for each gradient later.
+    """
+    kinds: dict[Any, list[int]] = {}  # by placements and dtype, places in `gradients`
+    for place, gradient in enumerate(gradients):
+        kinds.setdefault((gradient.placements, gradient.dtype), []).append(place)
+    norms: dict[int, torch.Tensor] = {}
+    for (placements, _), places in kinds.items():
+        kind = [gradients[place] for place in places]
+        if any(placement.is_partial() for placement in placements):
+            kind = [gradient.redistribute(placements=[Replicate()] * mesh.ndim) for gradient in kind]
+        local = [local_of(gradient) for gradient in kind]
+        if foreach is False:
+            parts = [torch.linalg.vector_norm(each, norm_type) for each in local]
+        else:
+            parts = [*torch._foreach_norm(local, norm_type)]
+        of_norm: Any = torch.linalg.vector_norm(kind[0], norm_type)  # a DTensor, whose placements say how parts add up
+        stacked = DTensor.from_local(torch.stack(parts), mesh, of_norm.placements, run_check=False)
+        norms |= zip(places, stacked.full_tensor().unbind(), strict=True)
+    return torch.linalg.vector_norm(torch.stack([norms[place] for place in range(len(gradients))]), norm_type)
 
 
 def _largest(mesh: DeviceMesh, gradients: list[DTensor], foreach: bool | None) -> torch.Tensor:
