@@ -150,6 +150,7 @@ def _fused_step(unbound: Callable[..., Any], local: "LocalStep", early: StepInBa
     """Wrap `unbound`, an optimizer's step, inside of which torch calls `local.collect`. At its end, free gradients."""
     offload = local.offload
 
+    @torch.compiler.disable  # torch.compile(optimizer.step) runs it in eager
     @functools.wraps(unbound)  # keeps attributes that schedulers and others set on it
     def fused(self: torch.optim.Optimizer, closure: Any = None) -> Any:
         loss = None
