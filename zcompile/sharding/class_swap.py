@@ -407,9 +407,8 @@ def sharded_parameters_of(module: nn.Module) -> list[ShardedParameter]:
 
 def _save_to_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
     """`nn.Module._save_to_state_dict`. Raises if a program assigned to a DTensor's `.data`: the values were lost."""
-    own = sharded_parameters_of(self)
-    for state in {each.state for each in own}:
-        state.refuse_assigned_data(each for each in own if each.state is state)
+    for state in {each.state for each in sharded_parameters_of(self)}:
+        state.refuse_assigned_data()  # of all parameters, so that the error counts them all
         if state.microbatches.accumulates and not is_in_forward():
             state.close_tables()
     super(type(self), self)._save_to_state_dict(*args, **kwargs)
