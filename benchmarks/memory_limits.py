@@ -42,7 +42,7 @@ def measure(workload: Workload, optimizer: torch.optim.Optimizer) -> tuple[float
 
 
 def least_limit(workload: Workload, batch: torch.Tensor) -> int:
-    """Return the least limit that has a plan, bytes, which the error of a lower limit names."""
+    """Return the least limit, in bytes, for which the error of a limit of one byte says that a plan was found."""
     try:
         zcompile.explain(workload.model, batch, options={"memory_limit": 1})
     except RuntimeError as error:

@@ -44,7 +44,6 @@ def test_graphs_kernels_and_calls_of_python_a_block(rank, world, way, most_calls
     assert more_calls - calls <= most_calls, more_calls - calls
     if way == "blocks":
         assert abs(work_of(way, 3, rank)[2] + calls - 2 * more_calls) < 10, "calls a block grow with the blocks"
-    if way == "blocks":
         assert more_kernels == kernels > 0, "equal blocks are compiled once"
     else:
         assert more_kernels <= work_of("unsharded", 2, rank)[1], "gathers and reduces split no kernel"

@@ -125,8 +125,8 @@ def _enter(*states: ShardedModel) -> bool:
 
 
 @torch.compiler.disable
-def _enter_module(module: Any, checks_all: bool) -> bool:
-    """Prepare a call of `module`, or, if `checks_all`, its whole model. Return whether the call must run in eager."""
+def _prepare_call(module: Any, checks_all: bool) -> bool:
+    """Check the parameters of `module`, or of its model, before a call. Return whether it must run in eager."""
     state: ShardedModel = module.__dict__[STATE]
     return state.enter_forward() if checks_all else state.enter_module(module)
 
@@ -164,7 +164,7 @@ def counting_call(
             enters = checks_all or self._compiled_call_impl is not None
             _thread.looks_again = False
             # A transform, such as `jacrev`, may batch the backward of compiled code, which could not gather then.
-            if enters and (_enter_module(self, checks_all) or is_transformed()):
+            if enters and (_prepare_call(self, checks_all) or is_transformed()):
                 return call_eagerly(__call__, (self, *args), kwargs)
         models, call_outermost = _thread.models, None
         if _is_outermost(self):

@@ -113,8 +113,10 @@ class ShardedModel:
         self.block_order: Any = None  # the `BlockOrder`
         self.call_outermost: Any = None  # runs a module's call that no other forward contains; see units/blocks.py
         self.units: ShardedModel | None = None  # if the model has units, the ShardedModel of their parameters
-        # For compiled modules inside of forwards, their parameters: a list for this ShardedModel and each of `others`.
-        self.parts: weakref.WeakKeyDictionary[nn.Module, list[list[ShardedParameter]]] = weakref.WeakKeyDictionary()
+        # {compiled module: its parameters, a list for this ShardedModel and each of `others`}; see `enter_module`.
+        self.parameters_in: weakref.WeakKeyDictionary[nn.Module, list[list[ShardedParameter]]] = (
+            weakref.WeakKeyDictionary()
+        )
         self.others: list[ShardedModel] = []  # in the first domain's ShardedModel: those of the other domains, in order
         self.agreement: Agreement | None = None  # `program_check`; None if ranks with different programs raise anyway
 
@@ -222,17 +224,18 @@ class ShardedModel:
     def enter_module(self, module: nn.Module) -> bool:
         """Like `enter_forward`, before a compiled module inside of a forward: checks the module's parameters alone.
 
-        If each compiled layer checked all parameters, host time would grow with the square of the number of layers.
+        If each compiled layer checked all parameters, host time would grow with the square of the number of layers. A
+        module that is moved into `module` later is checked by `enter_forward` alone.
         """
         models = [self, *self.others]
-        if module not in self.parts:
+        if module not in self.parameters_in:
             inside = set(module.modules())
-            self.parts[module] = [
+            self.parameters_in[module] = [
                 [each for each in model.parameters.values() if any(owner in inside for owner, _ in each.owners)]
                 for model in models
             ]
         has_others = self.forward_checks.eager_without_grad and not torch.is_grad_enabled()
-        for model, part in zip(models, self.parts[module], strict=True):
+        for model, part in zip(models, self.parameters_in[module], strict=True):
             model.refuse_assigned_data(part)
             has_others |= model._follow(part)
         return has_others

@@ -133,6 +133,11 @@ def fuse_optimizer(
     return optimizer
 
 
+def _scales_of(optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+    """Return {name: tensor} of the attributes that a GradScaler has set on `optimizer` for this step."""
+    return {name: scale for name in SCALES if (scale := getattr(optimizer, name, None)) is not None}
+
+
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError unless the fused kernels of transports can compute the step of `optimizer`."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
@@ -147,7 +152,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _fused_step(unbound: Callable[..., Any], local: "LocalStep", early: StepInBackward | None) -> Callable[..., Any]:
-    """Wrap `unbound`, an optimizer's step, inside of which torch calls `local.collect`. At its end, free gradients."""
+    """Wrap `unbound`, an optimizer's step, which calls `local.collect`. After it, free gradients."""
     offload = local.offload
 
     @torch.compiler.disable  # torch.compile(optimizer.step) runs it in eager
@@ -215,15 +220,15 @@ class LocalStep:
         if state is None:
             return bool(collect(group, *lists))
         # Without parameters that have all-gather hooks: a tensor subclass implements the ops of a step itself.
-        models = [[each for each in model.parameters.values() if each.hooked is None] for model in models_of(state)]
-        known = {id(sharded.parameter) for plain in models for sharded in plain}
-        index_of = {id(each.parameter): each.index for each in state.parameters.values()}  # without units, other models
+        plain = [each for model in models_of(state) for each in model.parameters.values() if each.hooked is None]
+        known = {id(sharded.parameter) for sharded in plain}
+        index_of = {id(each.parameter): each.index for each in state.parameters.values()}  # without units, other meshes
         gradients = {each: each.grad for each in group["params"] if id(each) in known}
         ours = {parameter: grad for parameter, grad in gradients.items() if grad is not None}
         if new := [parameter for parameter in ours if not optimizer.state.get(parameter)]:
             collect({**group, "params": new}, *([] for _ in lists))
-        scales = [scale for name in SCALES if (scale := getattr(optimizer, name, None)) is not None]
-        is_plain = not any(isinstance(scale, DTensor) for scale in scales)
+        scales = _scales_of(optimizer)
+        is_plain = not any(isinstance(scale, DTensor) for scale in scales.values())
         is_plain &= not any(isinstance(number, torch.Tensor) for number in (group["lr"], *group["betas"]))
         names = (*MOMENTS, *(["max_exp_avg_sq"] * group["amsgrad"]))
         kinds: dict[Any, list[Any]] = defaultdict(list)  # by how they are stepped, rows of a parameter's tensors
@@ -252,13 +257,12 @@ class LocalStep:
     ) -> None:
         """Step parameters of one dtype. `tensors`: DTensors, in the lists that torch's fused kernel takes.
 
-        `index_of`: {id of a parameter: its index in the runtime}; empty for those of units, whose steps run torch's
-        kernel. `is_hosted`: whether their moments lie in host memory. `is_alike`: whether all are sharded alike.
+        `index_of`: {id of a parameter: its index in the runtime}; empty for those of units and of other meshes, whose
+        steps run torch's kernel. `is_hosted`: whether their moments lie in host memory. `is_alike`: whether each
+        parameter, its gradient and its moments are sharded alike.
         """
-        optimizer, offload = self.optimizer(), self.offload
-        (beta1, beta2), scales = group["betas"], {name: getattr(optimizer, name, None) for name in SCALES}
-        device = tensors[0][0].device
-        scales = {name: scale if scale is None else scale.to(device) for name, scale in scales.items()}
+        offload, (beta1, beta2) = self.offload, group["betas"]
+        scales = {name: scale.to(tensors[0][0].device) for name, scale in _scales_of(self.optimizer()).items()}
         settings = {name: group[name] for name in SETTINGS} | {"beta1": beta1, "beta2": beta2}
         local = [[local_of(tensor) for tensor in values] for values in tensors]
         if not is_alike:
@@ -275,7 +279,7 @@ class LocalStep:
             offload.stream(tensors[0], local, step)
         else:
             step(range(len(local[0])), range(len(local[0])), local)
-        if (found_inf := scales["found_inf"]) is not None:  # then the kernel changed nothing
+        if (found_inf := scales.get("found_inf")) is not None:  # 1 if the kernel changed nothing
             torch._foreach_sub_(local[COUNTS], [found_inf] * len(local[COUNTS]))
 
     def _step_shards(
@@ -296,13 +300,8 @@ class LocalStep:
         state = self.state
         assert state is not None
         decoupled = group["decoupled_weight_decay"]  # AdamW, whose step the transport's kernel computes
-        is_supported = (decoupled or not settings["weight_decay"]) and not (settings["amsgrad"] or settings["maximize"])
-        if (
-            index_of
-            and is_supported
-            and not self.in_backward
-            and not any(scale is not None for scale in scales.values())
-        ):
+        is_special = bool(scales) or group["amsgrad"] or group["maximize"] or (group["weight_decay"] and not decoupled)
+        if index_of and not is_special and not self.in_backward:
             indices = [index_of[id(parameters[item])] for item in items]
             needed = [values for i, values in enumerate(tensors) if i != MAXIMA]
             taken = {name: settings[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}

@@ -153,7 +153,7 @@ class Offload:
 
     @contextlib.contextmanager
     def step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Context manager around a step of `optimizer`, inside of which fused_optimizer.py calls `stream`."""
+        """Context manager around a step of `optimizer`, which calls `stream` (fused_optimizer.py)."""
         self.find_parameters()
         if self.model() is None:
             self._give_back(optimizer)
