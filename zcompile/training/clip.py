@@ -92,7 +92,7 @@ def _norm(mesh: DeviceMesh, gradients: list[DTensor], norm_type: float, foreach:
             parts = [torch.linalg.vector_norm(each, norm_type) for each in local]
         else:
             parts = [*torch._foreach_norm(local, norm_type)]
-        one = DTensor.from_local(parts[0].new_ones(1), mesh, kind[0].placements, run_check=False)
+        one = DTensor.from_local(parts[0].new_ones([1] * kind[0].ndim), mesh, kind[0].placements, run_check=False)
         of_norm: Any = torch.linalg.vector_norm(one, norm_type)  # its placements say how ranks' parts add up
         stacked = DTensor.from_local(torch.stack(parts), mesh, of_norm.placements, run_check=False)
         norms |= zip(places, stacked.full_tensor().unbind(), strict=True)
