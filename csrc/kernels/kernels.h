@@ -37,15 +37,15 @@ struct Mean {
 cudaError_t launch_mean(
     Type in, Type out, const Mean* means, int count, int row_count, float divisor, cudaStream_t stream);
 
-// Returns the number of CUDA blocks for one mean. It does not decrease as `numel` increases.
+// Returns the number of CUDA blocks for one mean. Grows with `numel`: `squares` for a gradient have room for its parts.
 int blocks_of_mean(int64_t numel);
 
 // --- embedding_rows.cu -----------------------------------------------------------------------------------------------
 
-// A matrix cut into pieces of equally many rows, each in the memory of another rank.
+// One address for each rank: that of its piece of a matrix, or (launch_mean_rows) that of its sums.
 struct Pieces {
   const void* of[max_ranks];
-  int64_t rows;  // of each piece
+  int64_t rows;  // of each piece; launch_mean_rows does not read it
 };
 
 // Sums of gradients of some rows. `rows` is ascending. For the first i with rows[i] = r, sums[i] is the sum for row r.
@@ -74,7 +74,7 @@ cudaError_t launch_spread_rows(
 
 // Computes means over ranks, as launch_mean does, for `count` rows from row `first` on. A rank without a sum for a row
 // counts as zeros. Rank r's sums are in spread.of[r], as launch_spread_rows wrote them, with `has` at byte
-// `has_offset`; the sums of this rank, `own`, are `own_sums`. If `base` is null, rows without sums must be zeros.
+// `has_offset`; the sums of this rank, `own`, are `own_sums`. If `base` is null, `result` must already hold zeros.
 cudaError_t launch_mean_rows(
     Type in, Type out, const Pieces& spread, int ranks, int64_t has_offset, int own, const RowSums& own_sums,
     int64_t first, int64_t count, int64_t columns, const void* base, void* result, float divisor, double* squares,

@@ -115,7 +115,7 @@ void AliasedParams::wait_for_readers() {
   wait_for_readers_locked();
 }
 
-// Has no effect in a capture: a CUDA graph has one stream, and each launch waits for earlier readers (enter_graph).
+// Has no effect in a capture: all readers in a graph are on the captured stream, and enter_graph waits for others.
 void AliasedParams::wait_for_readers_locked() {
   if (HostEffects::is_recording()) return;
   const auto current = c10::cuda::getCurrentCUDAStream(device_.index());

@@ -30,18 +30,19 @@ struct CachedShard {
   size_t position = std::numeric_limits<size_t>::max();  // index in the first buffer; max: it is in a later buffer
   int64_t offset = 0;  // in bytes: where the first page that can be mapped again begins, or a shard without such pages
   int64_t end = 0;  // in bytes: the highest end of the shard on any rank
-  int64_t mapped_bytes = 0;  // of the pages that are whole on every rank
+  int64_t mapped_bytes = 0;  // of own_pages()
   std::shared_ptr<const Block> block;  // this rank's pages; null: the shard is too small to be mapped again
   uint32_t group = 0;  // the group of shards with which a refresh writes this one (schedule/cache_layout.h)
 
-  // The main parameter's storage, if an optimizer step wrote the copy from it since the last refresh.
+  // The storage of the main parameter from which an optimizer step wrote the copy since the last refresh. The next
+  // refresh skips the copy if the main parameter still has this storage and the same version.
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> stepped;
 
   int64_t element_bytes() const { return static_cast<int64_t>(c10::elementSize(dtype)); }
   int64_t bytes() const { return param->chunk * element_bytes(); }  // of each rank's piece
   int64_t offset_on(int64_t rank) const { return offset - head_bytes(bytes(), rank); }
   char* on(int64_t rank) const { return buffer->at(rank, offset_on(rank)); }
-  // The pages that are whole on every rank. The last rank's piece may be shorter, and ends in padding.
+  // The whole pages within this rank's piece and its padding: equally many on all ranks, even if a piece is shorter.
   OwnPages own_pages(int64_t rank) const { return {page_above(rank * bytes()), mapped_bytes, block}; }
 };
 
@@ -56,7 +57,7 @@ class CacheMemory {
   // Allocates memory for the shards that have none; a collective call. Returns these shards in order of their offsets.
   std::vector<CachedShard*> place_new(const Staleness& staleness);
 
-  // Shards in the order of their first gathers, small shards first. A refresh writes them in this order.
+  // Shards by buffer (small ones, then large ones, both in the order of first gathers), then those without memory.
   const std::vector<CachedShard*>& shards() const { return order_; }
   const std::vector<std::shared_ptr<const SharedBlocks>>& buffers() const { return buffers_; }
   size_t layout_hash() const { return layout_hash_; }  // of all offsets; the same on all ranks

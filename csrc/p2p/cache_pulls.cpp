@@ -12,9 +12,9 @@ namespace zcompile::cuda {
 namespace {
 
 constexpr size_t small_bytes = 1 << 20;  // up to this size, a copy that overlaps with compute costs more than it saves
-// A pull of more bytes (the same number on all ranks) begins with a barrier, if ranks start transfers together.
+// A larger pull begins with a barrier, if Signals::start_together(). Its size includes padding, so all ranks agree.
 constexpr size_t min_bytes_for_barrier = 1 << 20;
-// Own pieces of at most this size, such as the parts beside aliased pages, are copied with the pieces of peers.
+// Up to this many bytes of own pieces, without aliased pages (aliased_params.h), are copied with the pieces of peers.
 constexpr size_t max_own_bytes_with_peers = 4 << 20;
 
 }  // namespace
@@ -71,7 +71,7 @@ CachePulls::Copies CachePulls::copies_of(const std::vector<Pull>& pulls) const {
   return copies;
 }
 
-// Copies of this rank's own piece, without the pages that are aliased.
+// Copies of this rank's own piece, without pages that are mapped into the unsharded parameter (aliased_params.h).
 std::vector<Copy> CachePulls::copies_of_own(const CachedShard& shard, char* to) const {
   const auto rank = context_.rank();
   const auto begin = rank * shard.bytes(), end = begin + shard.param->length_of(rank) * shard.element_bytes();

@@ -40,8 +40,8 @@ class CachedGrads {
   at::Tensor place(const ShardedParam& param);
   // Moves gradients that still exist to memory of their own. Called before a refresh writes the shards.
   void refresh();
-  // Forgets the placed gradients over which the coming optimizer step may write cached shards. Returns the memory of
-  // the others: gradients that the step does not read, and gradients whose storage another tensor uses.
+  // Forgets the placed gradients that the coming optimizer step reads, and may then overwrite by cached shards. Returns
+  // the memory of the others, which it must not overwrite: it does not read them, or another tensor has their storage.
   std::vector<Span> release_to_step(c10::ArrayRef<AdamRequest> requests);
 
  private:

@@ -20,8 +20,9 @@ namespace {
 // A piece is added up only when a matmul ends and frees SMs, so fewer and larger pieces end sooner.
 constexpr int64_t max_region_bytes = 96 << 20;
 
-// Returns the most bytes that a rank pushes to a peer in one piece: as many as the largest slice of a gradient needs
-// (in the main parameter's dtype, or one half as wide), or fewer, so that a region has at most max_region_bytes.
+// Returns the bytes of a slot: those of the largest slice of a gradient, in the main parameter's dtype or one half as
+// wide, of which a region of at most max_region_bytes holds one for each peer. If there are larger slices, and this one
+// uses less than half of such a region, slots are as large as fit.
 int64_t bytes_of_slot(TransportContext& context) {
   const auto most =
       std::max(max_region_bytes / (context.world() - 1) / copy_alignment * copy_alignment, copy_alignment);
@@ -92,7 +93,7 @@ std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request)
   return end();
 }
 
-// Records the order of means over replicas, which are collectives. The signals of other reduces have tags instead.
+// Logs the order of means over replicas, which are collectives. Pieces need no log: tags of their signals must match.
 void Reducer::note(const Collective& next, const ShardedParam& param) {
   if (replicas_ && !context_.defers_replicas()) replicas_->append(next, param.name);
 }
@@ -301,7 +302,7 @@ char* Reducer::place_of(int64_t offset, int64_t source, int64_t owner) const {
 }
 
 size_t Reducer::hash(const Piece& piece) const {
-  // Ranks must agree on `is_caching`. Otherwise one could write sums over shards that a peer still reads.
+  // Ranks must agree on `is_caching`: only without it are sums placed over shards. A rank that caches reads them again.
   size_t hash = context_.is_caching();
   for (const auto& part : piece) {
     const auto& [param, grad, out, extras] = *part.request;

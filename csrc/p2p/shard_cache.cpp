@@ -20,7 +20,7 @@ namespace zcompile::cuda {
 
 namespace {
 
-// Tells CachedGrads when this rank no longer reads the shards of peers.
+// Tells CachedGrads which gathers are in flight: gradients are placed over a shard only after its last gather.
 class CacheTransfer : public EventTransfer {
  public:
   CacheTransfer(
@@ -71,7 +71,7 @@ std::vector<AdamItem> items_of(c10::ArrayRef<AdamRequest> requests, const std::v
   return items;
 }
 
-// Runs the step, and returns by request whether its copy was written. Copies are not written over `others`.
+// Runs the step. Returns by request whether its copy was written: not over `others`, gradients that are still in use.
 std::vector<bool> launch_scheduled_adam(
     c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings, const std::vector<CopyTarget>& copies,
     const std::vector<Span>& others, cudaStream_t stream) {
@@ -234,7 +234,7 @@ void ShardCache::make_room() {
   if (is_first && !placed.empty()) grads_.use(memory_.buffers().front(), std::move(placed));
 }
 
-// Makes `work` wait until no rank reads the copies, so that they may be written.
+// Makes the stream `work` wait until no rank reads cached shards. A refresh, or a step, may then write them.
 void ShardCache::begin_refresh() {
   progress_.refreshes += 1;
   aliased_->wait_for_readers();

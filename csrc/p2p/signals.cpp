@@ -203,7 +203,7 @@ Signals::GaveUp Signals::give_up(const PeerWait& wait, std::chrono::steady_clock
   constexpr int most_times = 10;
   const auto refresh = static_cast<uint16_t>(wait.number >> 16);
   if (wait.signal != signal::pulling || (since < patience && given_up_ != refresh)) return GaveUp::no;
-  // A late peer may still overwrite these numbers by its own, lower ones. The watchdog then gives up the next wait.
+  // Ends all such waits of this refresh. If a late peer then posts its lower number, the watchdog ends the next wait.
   Operations operations;
   for (int64_t peer = 0; peer < world_; ++peer) {
     operations.push_back(write_operation(address(word(signal::pulling, rank_, peer)), wait.number | 0xffff));

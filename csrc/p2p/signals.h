@@ -73,7 +73,7 @@ class Signals {
   // `first` if no such barrier was given up since the last refresh, `again` if one was, and `no` if the wait goes on.
   enum class GaveUp { no, again, first };
   GaveUp give_up(const PeerWait& wait, std::chrono::steady_clock::duration since, cudaStream_t stream);
-  // Returns for an error which ranks have not posted the awaited number, or have posted another. Reads on `stream`.
+  // Returns text for an error: which ranks have not posted the awaited number, or have posted another. Uses `stream`.
   std::string missing(const PeerWait& wait, cudaStream_t stream) const;
 
  private:

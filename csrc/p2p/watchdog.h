@@ -20,7 +20,7 @@ namespace zcompile::cuda {
 
 class Watchdog {
  public:
-  // Returns the message of an error. It may use the stream, unless that is null: then CUDA calls do not return.
+  // Returns the message of an error. May use the stream. If that is null, must make no CUDA call: it would not return.
   using Describe = std::function<std::string(const PeerWait&, cudaStream_t)>;
   // Ends a wait that lasts too long if its lane can go on without the peer. Returns whether it did. May use the stream.
   using GiveUp = std::function<bool(const Lane::Overdue&, cudaStream_t)>;
@@ -29,7 +29,7 @@ class Watchdog {
   Watchdog(std::vector<Lane*> lanes, std::chrono::milliseconds timeout, Describe describe, GiveUp give_up);
   ~Watchdog();
   void check() const;  // throws if a wait has failed
-  // Returns once no work is pending on any lane, or a wait has failed. Freeing memory of the lanes then cannot hang.
+  // Returns once no lane has pending work, or a wait has failed (fail() ends the context). Frees then cannot hang.
   void drain();
 
  private:
@@ -42,7 +42,7 @@ class Watchdog {
   GiveUp give_up_;
   c10::DeviceIndex device_;
   // The watchdog's own stream. Streams of equal priority share hardware queues, and operations after a hanging one in a
-  // queue never run. So it has the GPU's highest priority, which streams of torch's pool do not have if a GPU has many.
+  // queue never run. So it has the GPU's highest priority, above torch's if a GPU has more priorities than torch uses.
   cudaStream_t stream_ = nullptr;
   std::atomic<bool> failed_{false};
   std::string message_;  // written once, before failed_

@@ -151,7 +151,8 @@ std::vector<Descriptor> receive(const Descriptor& from, size_t count) {
   TORCH_CHECK(
       received.size() == count, "zcompile: only " + std::to_string(received.size()) + " of " + std::to_string(count) +
                                     " file descriptors of another rank's GPU memory arrived (p2p). Raise the limit of "
-                                    "open files (ulimit -n). If it is high, ranks gather different parameters.");
+                                    "open files (ulimit -n). If this does not help, ranks gather different parameters: "
+                                    "check that all ranks run the same code.");
   return received;
 }
 

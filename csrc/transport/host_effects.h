@@ -29,7 +29,7 @@ class HostEffects {
     if (mode_ == Mode::kRecord) recording_.effects.emplace_back(std::move(effect));
   }
   // Like note(), for device work that a CUDA graph must not contain, such as a refresh of the shards that peers read.
-  // An uncaptured call records this work, which then runs right before the capture, so that the capture has none.
+  // An uncaptured call records `effect`, which then runs right before the capture and each replay, not in the graph.
   template <typename Effect>
   static void prepare(Effect effect) {
     if (mode_ == Mode::kIgnore) return;

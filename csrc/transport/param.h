@@ -43,7 +43,7 @@ struct ShardedParam : ShardLayout {
   }
 
   // Whether peers may read cached copies of the shard in `dtype`. If the main parameter is in host memory, only in the
-  // dtype of `narrow`: for another dtype, each training step would cast from host memory.
+  // dtype of its device copy, `narrow`: each refresh of a copy in another dtype would read host memory, which is slow.
   bool is_cached_in(at::ScalarType dtype) const { return !narrow || narrow->copy.scalar_type() == dtype; }
   at::Tensor source(at::ScalarType dtype) const;  // this rank's piece, flat, from which a gather in `dtype` reads
   void renew_narrow() const;  // casts the main parameter to `narrow`, on the current stream, if it has changed

@@ -142,7 +142,8 @@ class Transport {
   // staging_regions of the staging buffers. A graph can be launched only if this remainder is as in its capture.
   static constexpr uint32_t staging_regions = 3;  // one that peers write, one that this rank sums, and a spare one
   virtual uint32_t reduced_pieces() const { return 0; }
-  // Lets gradients, and parameters outside of a captured graph, use torch's allocator from now on. A collective call.
+  // From now on, gradients, and unsharded parameters outside of captured graphs, use torch's allocator: a replay uses
+  // the addresses of its capture again, so nothing else may be there. A collective call.
   virtual void prepare_for_graphs() {}
 
  protected:

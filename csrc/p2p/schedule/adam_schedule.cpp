@@ -17,7 +17,8 @@ Span part_of(const Span& whole, const AdamPart& part, int64_t width) {
   return whole.empty() ? Span{} : Span{whole.begin + part.begin * width, whole.begin + part.end * width};
 }
 
-// Cuts item `i` into parts, none of which overwrites its own gradients. `writes`: whether the step writes the copy.
+// Cuts item `i` into parts whose copies overwrite no gradient of the same part, but maybe those of other parts, which
+// into_rounds() puts in earlier rounds. `writes`: whether the step writes the copy.
 std::vector<AdamPart> cut(size_t i, const AdamItem& item, bool writes) {
   const auto numel = item.numel;
   if (!writes || !item.gradient.overlaps(item.copy)) return {{i, 0, numel, writes}};
@@ -63,7 +64,7 @@ Dependencies find_dependencies(const std::vector<AdamItem>& items, const std::ve
   return found;
 }
 
-// Distributes parts over rounds. If parts form a cycle, clears `writes` of one of them.
+// Puts each part in a round after all parts whose gradients its copy overwrites. Breaks cycles by clearing `writes`.
 std::vector<std::vector<AdamPart>> into_rounds(std::vector<AdamPart>& parts, Dependencies dependencies) {
   auto& [frees, waits] = dependencies;
   std::vector<std::vector<AdamPart>> rounds;

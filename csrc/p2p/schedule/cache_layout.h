@@ -56,7 +56,7 @@ struct ShardToPlace {
   bool in_backward;  // whether backward gathers it
 };
 
-// `shards` are in the order of their first gathers, small shards first.
+// `shards`: small ones, then large ones (has_pages), both in the order of their first gathers.
 CacheLayout lay_out(const std::vector<ShardToPlace>& shards, int64_t world);
 
 constexpr uint32_t refresh_groups = 16;  // gathers may read a group of shards once a refresh has written the group

@@ -43,7 +43,7 @@ class GradPlacement {
   // Returns the offset in the buffer at which to place a gradient of `bytes`, before its reduce is counted. Empty if
   // dead shards have no room, or if this rank still reads a shard there (`is_in_use`, by the shard's index).
   std::optional<int64_t> place(int64_t bytes, const std::function<bool(size_t)>& is_in_use);
-  // `is_caching`: whether unsharded parameters stay for the next microbatch. If so, the last gathers are not recorded.
+  // `is_caching`: whether unsharded parameters stay cached. Then some gathers are missing: no last ones are recorded.
   void finish_backward(bool is_caching);
   size_t learned() const;  // hash of the last gathers in the previous backward, which must be the same on all ranks
 

@@ -35,7 +35,8 @@ class Staleness {
 
   // Records that an optimizer step has written copy `i`, from its main parameter at this version.
   void write(size_t i, uint64_t main_version) { copies_.at(i).version = main_version; }
-  // Records that a refresh has written copy `i`. Returns whether the version is that of the last write.
+  // Records a refresh of copy `i`. Returns whether the last write, by a step or a refresh, was from this version. If it
+  // was by a step, the refresh need not write the copy.
   bool refresh(size_t i, uint64_t main_version);
   void finish_refresh();
 
