@@ -41,8 +41,10 @@ constexpr int64_t domains_of_model = 1 << 16;
 std::shared_ptr<ParamState> find_in_domain(const at::Tensor& shard, int64_t domain, const char* op) {
   auto param = find_param(shard);
   TORCH_CHECK(
-      param->model->domain() == domain % domains_of_model, "zcompile::", op, ": '", param->name, "' is in domain ",
-      param->model->domain(), " (one per mesh), but the op is for domain ", domain, ". Compile again.");
+      param->model->domain() == domain % domains_of_model, "zcompile::", op, ": '", param->name, "' is on mesh ",
+      param->model->domain(), ", but the op is for mesh ", domain % domains_of_model,
+      " (0: that of zcompile.shard; others: of shard_placement_fn), on rank ", param->model->global_rank(),
+      ". Code compiled for another model ran: call torch._dynamo.reset(), so that this model is compiled again.");
   return param;
 }
 
@@ -51,7 +53,8 @@ std::shared_ptr<ParamState> find_with_shape(
   auto param = find_in_domain(shard, domain, op);
   TORCH_CHECK(
       shape == at::IntArrayRef(param->shape), "zcompile::", op, ": '", param->name, "' has shape ",
-      at::IntArrayRef(param->shape), ", but the op is for shape ", shape);
+      at::IntArrayRef(param->shape), ", but the op is for shape ", shape, ", on rank ", param->model->global_rank(),
+      ". Code compiled for another model ran: call torch._dynamo.reset(), so that this model is compiled again.");
   return param;
 }
 

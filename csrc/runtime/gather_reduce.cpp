@@ -106,7 +106,8 @@ void wait_for(const at::Tensor& destination, const char* op) {
   const auto found = InFlightTable::instance().finish(destination);
   TORCH_CHECK(
       found, "zcompile::", op,
-      ": this tensor is not in flight: it was waited for already, no op started it, or its model was freed");
+      ": this tensor is not in flight: it was waited for already, no op started it, or its model was freed. Keep the "
+      "model until its backward has ended. If you do, and call no ops of zcompile yourself, report a zcompile bug.");
   const auto& [model, in_flight] = *found;
   if (in_flight.transfer) wait_for(in_flight, *model, op);
   if (in_flight.cache_for) model->cache().add(*in_flight.cache_for, in_flight.destination);
@@ -138,7 +139,10 @@ at::Tensor as_flat(const at::Tensor& tensor) { return tensor.contiguous().as_str
 at::Tensor as_wire(const Transport& transport, const ParamState& param, const at::Tensor& grad) {
   TORCH_CHECK(
       grad.sizes() == at::IntArrayRef(param.shape), "zcompile::reduce: the gradient of '", param.name, "' has shape ",
-      grad.sizes(), ", but the parameter has shape ", at::IntArrayRef(param.shape));
+      grad.sizes(), ", but the parameter has shape ", at::IntArrayRef(param.shape), ", on rank ",
+      param.model->global_rank(),
+      ". If the register_fake of a custom operator returns another shape than the operator, correct it. Otherwise "
+      "report a zcompile bug.");
   TORCH_CHECK(
       param.shard.element_size() > 1, "zcompile::reduce: the parameter '", param.name, "' has dtype ",
       param.shard.scalar_type(), " on rank ", param.model->global_rank(),
@@ -146,7 +150,7 @@ at::Tensor as_wire(const Transport& transport, const ParamState& param, const at
   return as_flat(grad.to(transport.wire_dtype(param, grad.scalar_type())));
 }
 
-// Returns the tensors to which the reduce with the result `gradient` adds its mean and the squares of its result.
+// Returns the tensor that the reduce into `gradient` adds to its mean, and that to which it adds squares of its result.
 ReduceExtras make_extras(ParamState& param, const at::Tensor& gradient) {
   ReduceExtras extras;
   extras.base = param.accumulation.start_reduce(gradient);

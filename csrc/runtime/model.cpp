@@ -121,8 +121,8 @@ std::unique_ptr<Transport> make_transport(
 #endif
   TORCH_CHECK_VALUE(
       false, "zcompile: no transport named '", name,
-      "' in this build; there are c10d, loopback, late ..., and with CUDA p2p, p2p in step "
-      "and delayed ...");
+      "' in this build. Names are 'c10d' and 'loopback', with CUDA also 'p2p' and 'p2p in step'. Tests may put "
+      "'late ' or, with CUDA, 'delayed ' before a name.");
 }
 
 }  // namespace
