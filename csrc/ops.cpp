@@ -339,14 +339,14 @@ TORCH_LIBRARY(zcompile, library) {
   library.def("reduce_group_start(Tensor[] grads, Tensor[] shards, int domain=0) -> Tensor[]");
   // Returns a new tensor [*indices.shape, columns]: rows of the unsharded parameter, a matrix, in `dtype`.
   library.def("gather_rows(Tensor shard, int[] shape, ScalarType dtype, Tensor indices, int domain=0) -> Tensor");
-  // Reduces the gradient of gather_rows, as a reduce of zeros [shape], to whose rows `indices` the rows of `grad` were
-  // added, in fp32 and in this order, and rounded to `dtype`. Negative indices are ignored.
+  // Reduces the gradient of gather_rows. Equals these steps: make fp32 zeros [shape]; for each i in order, add row i of
+  // `grad` to row indices[i], unless indices[i] < 0; round the sums to `dtype`; reduce them.
   library.def(
       "reduce_rows(Tensor grad, Tensor shard, int[] shape, ScalarType dtype, Tensor indices, int domain=0) -> Tensor");
   library.def(
       "reduce_rows_start(Tensor grad, Tensor shard, int[] shape, ScalarType dtype, Tensor indices, int domain=0) -> "
       "Tensor");
-  // Waits for a reduce. Returns its result in the same memory. Takes `grad`, whose memory must not be reused before.
+  // Waits for a reduce. Returns its result in the same memory. Takes `grad` only to keep its memory until this wait.
   library.def("reduce_wait(Tensor(a) pending, Tensor grad) -> Tensor(a)");
 }
 

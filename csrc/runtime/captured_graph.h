@@ -12,7 +12,6 @@
 // [Note: inputs of a captured graph]
 // A replay reads an input in place if the input is a result of the pool's graphs, or had the same storage in the call
 // before the capture (as a parameter has). Other inputs are copied.
-// the capture (as a parameter has), or is a result of the pool's graphs. Other inputs are copied.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -87,7 +86,7 @@ class CapturedGraph {
   // another address. kOtherStaging: its reduces need other staging buffers; see Transport::reduced_pieces.
   enum class Match { kYes, kOtherMemory, kOtherShape, kOtherStaging, kModelGone };
   // If `inputs` match, prepares a replay; otherwise has no effect. The second result is the index of the first input
-  // that differs, or -1. Throws errors that the graph's ops would throw. Not called for the first replay.
+  // that differs, or -1. Throws errors that the graph's ops would throw. The capture itself prepares the first replay.
   std::pair<Match, int64_t> start_replay(const Tensors& inputs);
   Tensors results();  // of the last replay; called once for each replay
 
@@ -128,7 +127,7 @@ class CapturedGraph {
   Tensors given_;  // the inputs of the current replay, until results()
 };
 
-// Ends HostEffects::observe(). Returns the effects of the code that ran, which gathers and reduces for `models`.
+// Ends HostEffects::observe(). Returns its recording, with the current transports of `models`, which the code used.
 HostRecording stop_observing(const std::vector<std::shared_ptr<Model>>& models);
 // Whether `observed` was recorded with the current transports of `models`.
 bool is_of(const HostRecording& observed, const std::vector<std::shared_ptr<Model>>& models);

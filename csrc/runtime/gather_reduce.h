@@ -21,7 +21,7 @@ std::vector<at::Tensor> gather_start(c10::ArrayRef<ParamState*> params, at::Scal
 // Gathers components (see ShardedParam::is_component). `inputs` are this rank's pieces, and may differ in dtype.
 std::vector<at::Tensor> gather_components_start(c10::ArrayRef<ParamState*> components, at::TensorList inputs);
 // Like gather_start, but the runtime may keep the result for the next microbatch, and the transport may own its memory.
-// So callers must not write to the result, reuse its memory, or keep it until main parameters change.
+// So callers must not write to the result or reuse its memory, and must drop it before main parameters change.
 at::Tensor gather_cached_start(ParamState* param, at::ScalarType dtype);
 void gather_wait(const at::Tensor& unsharded);
 // Called at each gather. In backward, throws if the main parameter has changed since the last forward gathered it,

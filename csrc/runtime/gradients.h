@@ -1,4 +1,4 @@
-// The gradient of a parameter between reduces: the tensor to which the next reduce adds, and its sum of squares.
+// The gradient of a parameter between reduces: the tensor that the next reduce adds, and its sum of squares.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,19 +23,19 @@ inline at::Tensor alive(const WeakTensor& weak) {
   return tensor ? at::Tensor(std::move(tensor)) : at::Tensor();
 }
 
-// In `zcompile.accumulate`, a reduce adds the gradient of earlier microbatches to its mean, which saves an addition.
-// The reference to this gradient is weak: a gradient that the program dropped or replaced is not added.
+// In `zcompile.accumulate`, a reduce returns its mean plus the gradient of earlier microbatches. This saves a later
+// addition to .grad. The reference to this gradient is weak: if the program drops or replaces it, it is not added.
 class GradAccumulation {
  public:
-  // Lets the next reduce add to `gradient`, which is the .grad of `owner` or its local tensor, if `owner` still has
-  // this .grad then. Without `owner`, the reduce adds to `gradient` if any reference to it exists.
+  // Lets the next reduce add `gradient`: `owner.grad`, or its local tensor if it is a DTensor. The reduce adds it only
+  // if `owner.grad` is still the same tensor. Without `owner`, the reduce adds it if any reference to it exists.
   void accumulate_onto(const at::Tensor& gradient, const std::optional<at::Tensor>& owner);
 
-  // Returns the earlier gradient, flat, to which the reduce with the result `result` must add, once per
-  // accumulate_onto(). Undefined if there is none, or outside of backward.
+  // Returns, flat, the gradient that the reduce into `result` must add. Undefined if there is none with the dtype, size
+  // and device of `result`, outside of backward, or in a second call after the same accumulate_onto().
   at::Tensor start_reduce(const at::Tensor& result);
 
-  // Returns, once, the gradient to which the last reduce added, if that reduce ran in the current backward.
+  // Returns, once, the gradient that the last reduce added, if that reduce ran in the current backward.
   std::optional<at::Tensor> take_base();
   bool has_base() const { return base_.gradient.defined(); }
 

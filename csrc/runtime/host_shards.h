@@ -44,7 +44,7 @@ class HostShards : public TransportContext {
   // `model` owns this object. The model's process group `replicate` has one rank of each host.
   explicit HostShards(TransportContext& model);
 
-  // Adds the host shard of `param`, in `dtype`. The main parameter is this host's piece of it.
+  // Adds the host shard of `param`, in `dtype`: the main parameters of ranks with this gpu coordinate, concatenated.
   void add(ParamState& param, std::optional<at::ScalarType> dtype);
   void expire(c10::ArrayRef<ParamState*> params);  // marks host shards stale, because main parameters changed
   // Starts to gather all stale host shards, after an optimizer changed the main parameters of `stepped`.
@@ -53,10 +53,10 @@ class HostShards : public TransportContext {
   void ready(c10::ArrayRef<ParamState*> params);
   void ready_all() { ready(params_); }
 
-  // Called before a reduce. `takes_sum`: whether a deferred sum is kept. It is dropped if backward drops the gradient.
+  // Called before a reduce. `takes_sum` is false if backward drops the gradient: reduce_or_defer must not keep its sum.
   void note_reduce(ParamState& param, bool takes_sum);
   void expire_reduced();  // marks host shards with reduced gradients stale, when backward or `accumulate` ends
-  // Reduce-scatters deferred `sums`, over the ranks of this host, over hosts. An empty sum stands for zeros.
+  // Reduce-scatters `sums` over hosts: deferred sums over the ranks of this host. An empty one stands for zeros.
   std::vector<at::Tensor> reduce_deferred(
       c10::ArrayRef<ParamState*> params, const std::vector<std::optional<at::Tensor>>& sums);
   // Ends a reduce: reduce-scatters `sum` over hosts into `out`, shaped like this rank's shard, or defers this.

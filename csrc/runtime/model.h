@@ -43,8 +43,8 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   // Lets assigned_data() find an assignment to `.data` of `parameter`, the DTensor that users see: the shard would not
   // get it. Keeps only its storage, because torch.utils.swap_tensors refuses a tensor with other references.
   void guard_data(int64_t index, const at::Tensor& parameter) { state(index).guarded = parameter.storage(); }
-  // Returns the position in `parameters`, those at `indices`, of the first whose `.data` was assigned to since
-  // guard_data(), or -1.
+  // parameters[i] has the index indices[i]. Returns the first i for which `.data` of parameters[i] was assigned to
+  // since guard_data(), or -1.
   int64_t assigned_data(const std::vector<int64_t>& indices, at::TensorList parameters) const;
   // Moves the main parameter to the memory of `host`, which already has its values and is pinned if the shard is on a
   // GPU. All tensors over the shard's storage then use this memory; the GPU reads it over PCIe or NVLink-C2C. Gathers
@@ -112,7 +112,7 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   void end_caching();
   MicrobatchCache& cache() { return cache_; }
 
-  // Lets the next reduce of a parameter add to `gradient`, that of earlier microbatches; see GradAccumulation.
+  // Lets the next reduce of a parameter add `gradient`, that of earlier microbatches; see GradAccumulation.
   void accumulate_onto(int64_t index, const at::Tensor& gradient, const std::optional<at::Tensor>& owner);
   std::optional<at::Tensor> take_base(int64_t index) { return state(index).accumulation.take_base(); }
   bool has_base(int64_t index) { return state(index).accumulation.has_base(); }
