@@ -107,13 +107,13 @@ def damaged(text):
     yield "the file is no JSON", text[: len(text) // 2]
     yield f"format is not version {module.VERSION}", json.dumps({**read, "version": 99})
     yield f"format is not version {module.VERSION}", "[]"
-    yield "has no usable", json.dumps({name: each for name, each in read.items() if name != "bytes_s"})
+    yield "incomplete or malformed", json.dumps({name: each for name, each in read.items() if name != "bytes_s"})
     yield "not a positive number", json.dumps({**read, "kernel_s": -1.0})
-    yield "has no usable", json.dumps({**read, "bytes_s": "fast"})
+    yield "incomplete or malformed", json.dumps({**read, "bytes_s": "fast"})
     yield "not a positive number", json.dumps({**read, "matmul_flops_s": [["bfloat16", 0]]})
     unmeasured = {**read["wires"][0], "gather": [[1000, 2.0], [2000, 0.0]]}
     yield "not a positive number", json.dumps({**read, "wires": [unmeasured]})
-    yield "has no usable", json.dumps({**read, "wires": [{"transport": "nccl"}]})
+    yield "incomplete or malformed", json.dumps({**read, "wires": [{"transport": "nccl"}]})
     yield "its torch is 1.0, not", json.dumps({**read, "torch": "1.0"})
     yield "its device is abacus, not", json.dumps({**read, "device": "abacus"})
     yield "its driver is 1, not", json.dumps({**read, "driver": "1"})

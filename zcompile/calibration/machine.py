@@ -33,7 +33,7 @@ class LocalMachine:
     device: str  # name of the device
     calibration: str  # the saved rates of the device, as JSON; "" if there are none
     notice: str  # a warning for the user if there are none; else ""
-    # (name of the host or GPU whose memory the rank uses, bytes of this memory, least number of ranks that share it)
+    # (host or GPU whose memory the rank uses, its bytes, ranks known to share it: `least_share` may find more)
     memory: tuple[str, int, int]
 
 

@@ -150,6 +150,7 @@ class _Transport:
             points = self._points(self._start_gather)
             return points, self._interference(points[-1][1])
 
+        # Outside of a backward, p2p takes a repeated gather for a new forward, and first refreshes all cached shards.
         gather, interference = _in_backward(gathers)
         return Wire(self.name, self.world, gather, self._points(self._start_reduce), interference)
 
@@ -236,7 +237,7 @@ class _Transport:
 
 
 def _in_backward(measure: Callable[[], Any]) -> Any:
-    """Return `measure()`, called in an autograd backward: else p2p copies all shards into its cache at each gather."""
+    """Return `measure()`, called in an autograd backward."""
     measured: list[Any] = []
     result = torch.zeros((), requires_grad=True).clone()
     result.register_hook(lambda grad: measured.append(measure()))

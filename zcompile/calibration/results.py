@@ -54,7 +54,7 @@ class Calibration:
 
     @classmethod
     def from_json(cls, text: str) -> "Calibration":
-        """Raises ValueError, which says why, if `text` is not of the form that `to_json` writes."""
+        """Raises ValueError if `text` is not from `to_json`. Callers that read a file add its path and the remedy."""
         try:
             read = json.loads(text)
         except ValueError:
@@ -69,11 +69,11 @@ class Calibration:
             figures += dict(made.matmul_flops_s + made.attention_flops_s).values()
             for wire in wires:
                 figures += [wire.world, *chain(*wire.gather, *wire.reduce)]
-            are_positive = all(0 < figure < math.inf for figure in figures)
+            wrong = [figure for figure in figures if not 0 < figure < math.inf]
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"the file has no usable figures ({error})") from None
-        if not are_positive:
-            raise ValueError("the file has a rate or time that is not a positive number")
+            raise ValueError(f"the file's figures are incomplete or malformed ({error})") from None
+        if wrong:
+            raise ValueError(f"the file has the figure {wrong[0]}, which is not a positive number")
         return made
 
     @property
@@ -106,7 +106,7 @@ def rounded(figure: float) -> float:
 def merged(shipped: Hardware, calibration: Calibration, differs: float = DIFFERS) -> Hardware:
     """Return `shipped` with each rate replaced whose measured value differs by more than `differs` (0.25: a quarter).
 
-    The default gives the rates for plans, 0 those for predictions. If no rate differs, the result is `shipped` itself.
+    Plans use the default, so that small differences do not change them; predictions use 0. May be `shipped` itself.
     """
     changed: list[str] = []
 
@@ -163,7 +163,7 @@ def merged(shipped: Hardware, calibration: Calibration, differs: float = DIFFERS
 
 
 def tables_of(shipped: Hardware, calibration: Calibration) -> tuple[Hardware, Hardware]:
-    """Return the rates for planning transfers, and those for predictions, which contain all measured values."""
+    """Return `shipped` with measured rates: for plans, those that differ by over a quarter; for predictions, all."""
     return merged(shipped, calibration), merged(shipped, calibration, differs=0.0)
 
 
