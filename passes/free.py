@@ -30,9 +30,9 @@ def free(graph: Graph) -> None:
     Why: dgrad is the last reader of the unsharded weight, which is then freed before wgrad runs.
 
     How: a wgrad is a matmul on which no reader of an unsharded parameter depends. If the results of several dgrads are
-    summed (queries, keys, values), wgrads move after the last of these dgrads, because a recomputed input of a wgrad
-    between them would need a kernel of its own. Moves depend only on kinds of nodes and their order, so they are the
-    same on all ranks. No node moves past one that writes to an argument.
+    summed (queries, keys, values), wgrads move after the last of these dgrads. If backward recomputes a wgrad's input,
+    such as a norm's result, Inductor can do so there in the kernel of the norm's backward, which reads the sum. Moves
+    depend only on kinds and order of nodes, equal on all ranks. No node moves past one that writes to an argument.
     """
     if not calls(graph, *REDUCES):
         return
@@ -76,7 +76,7 @@ def _last_dgrads(dgrads: list[Node], gradients: set[Node]) -> dict[Node, Node]:
 
 
 def _sum_of(node: Node) -> Node:
-    """Return the last node of the sum that `node` enters, so that dgrads of one sum are known by it.
+    """Return the last node of the sum that `node` enters: the same node for all dgrads of one sum.
 
     Follows additions, views, transposes and casts, as long as each node has one reader.
     """

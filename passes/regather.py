@@ -71,7 +71,7 @@ def regather_points(reads: dict[Node, list[int]], capacity_bytes: int, last: int
 
 
 def _gather_again(graph: Graph, gather: Node, points: list[int], position: dict[Node, int]) -> None:
-    """Insert a copy of the gather and its chain before the reader at each of `points`, for all readers from it on."""
+    """Insert a copy of the gather, its views and casts at each of `points`, for readers up to the next point."""
     links = chain(gather)
     inside = set(links)
     copies: dict[tuple[int, Node], Node] = {}  # (number of the copy, link) -> the link's copy

@@ -125,9 +125,10 @@ def _stop_others(example_inputs: Sequence[Any], settings: Settings, error: Excep
 def _agreeing(
     example_inputs: Sequence[Any], settings: Settings, plan: Plan, program: Callable[[Sequence[Any]], list[Line]]
 ) -> Agree | None:
-    """Return a function that returns the largest number of all ranks; None if ranks need not plan alike.
+    """Return the function `agree` of `within_limit`, by which ranks choose the same plan; None if they need not agree.
 
-    They need to with a memory limit, except with p2p. The function must not hold inputs: it lives as long as the code.
+    Without a memory limit, plans do not depend on a rank's inputs. With p2p, ranks with different plans do not hang.
+    The function must not hold inputs, because it lives as long as the compiled code.
     """
     agreement = next((_agreement_of(model, settings) for model in _models(example_inputs)), None)
     if agreement is None or plan.memory_limit is None:
@@ -157,7 +158,8 @@ def compile_planned(
 
     Args:
         split: splits a joint graph into forward and backward.
-        agree: returns the largest number of all ranks, see `within_limit`. All ranks pass it, or none does.
+        agree: `agree(name, number)` returns the largest number that a rank passes, so that all ranks choose the same
+            plan; see `within_limit`. Given on all ranks, or on none.
 
     Raises:
         ValueError, RuntimeError: see `compile_graph`.
@@ -247,7 +249,7 @@ def _passing_for_parameters(gm: GraphModule, compiled: Callable[..., Any]) -> Ca
 
 
 def _refusing_split_backwards(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap code of a model on one rank to raise in a split backward (of inputs alone). On several, reduces raise."""
+    """Make code of a model that has one rank raise in a split backward (of inputs alone). With more, reduces raise."""
 
     def run(*args: Any) -> Any:
         values = compiled(*args)

@@ -71,7 +71,7 @@ class CudaGraph:
     def after_last(self) -> Iterator[None]:
         """Run the `with` block on the stream of the device's last replay; the current stream then waits for it.
 
-        The block moves results of that replay out of the graphs' memory. On that stream, it follows their readers.
+        The block moves results of that replay out of the graphs' memory, after reads that are queued on that stream.
         """
         last, current = _graphs_of(torch.cuda.current_device()).last, torch.cuda.current_stream()
         if last is None or last == current:

@@ -76,11 +76,11 @@ class Hardware:
     network: Network  # between domains
     memory_bytes: int  # of one device
     source: str  # the origin of the rates, which `explain` prints
-    # (kernel, operations a second) of other attention kernels; those without a figure have a share of
+    # (kernel, operations a second) of attention kernels other than flash. A kernel without an entry has a share of
     # `attention_flops_s`, from ATTENTION_SHARES.
     attention_by_kernel: tuple[tuple[str, float], ...] = ()
     grouped_share: float = 0.8  # rate of grouped matmuls, padding counted as work, divided by that of plain ones
-    # Whether attention reaches the share of its rate that was measured on a GPU, `Work.share`; else `Work.cpu_share`.
+    # Whether `Work.share`, measured on a GPU, applies to the rate of attention; if not, `Work.cpu_share` does.
     attention_varies: bool = True
     # The widest head, in elements of 2 bytes, for which torch prefers cuDNN's attention. 0: it prefers flash attention.
     widest_cudnn_head: int = 0
@@ -97,7 +97,6 @@ class Hardware:
         return rates[dtype]
 
     def adam_rate(self) -> float:
-        """Return the bytes a second that fused AdamW reads and writes."""
         return self.adam_bytes_s or self.bytes_s
 
     def attention_rate(self, kernel: str) -> float:
@@ -169,7 +168,7 @@ class Link:
         return received_bytes / network.bytes_s + network.latency_s * (domains - 1).bit_length()
 
     def gathered_bytes(self, nbytes: int) -> int:
-        """Return the bytes that a gather of an unsharded tensor of `nbytes` transfers."""
+        """Return the bytes that a gather of an unsharded tensor of `nbytes` transfers: fewer with `narrow`."""
         return nbytes if self.narrow is None else round(nbytes * self.narrow.share)
 
     def gather_s(self, nbytes: int) -> float:
@@ -187,7 +186,7 @@ class Link:
         return self._seconds(self.wire.reduce, nbytes)
 
     def outside_bytes(self, nbytes: int) -> int:
-        """Return the bytes of a tensor of `nbytes` that a rank receives from other domains and passes on in its own."""
+        """Return the bytes of a tensor of `nbytes` that a rank receives from other NVLink domains for its own one."""
         inside, domains = min(self.world, self.hardware.domain), -(-self.world // self.hardware.domain)
         return nbytes * (domains - 1) // (inside * domains)
 

@@ -49,5 +49,6 @@ def in_flight_bytes(graph: Graph, link: Link) -> list[int]:
 
 def gradient_fraction(link: Link) -> float:
     """Return the share of a gradient's bytes that needs new memory."""
-    # With p2p, half is in copies of shards that backward has read already (csrc/p2p/schedule/grad_placement.h).
+    # With p2p, a gradient (4 bytes an element) uses the memory of cached copies of shards (2 bytes an element) that
+    # backward gathers no more; see csrc/p2p/schedule/grad_placement.h.
     return 0.5 if link.wire.transport == "p2p" else 1.0

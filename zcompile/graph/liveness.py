@@ -211,12 +211,12 @@ class Liveness:
         return bool(later) and not (again and not self._is_between(node, later))
 
     def _is_reduced(self, node: Node) -> bool:
-        """Whether `node` is computed from a reduction whose result is not written."""
+        """Whether `node` is, or depends on, a reduction in the same kernel. Other kernels do not repeat reductions."""
         is_read_through = node not in self.written and (fuses(node) or bool(aliases(node)))
         return is_read_through and (node.target in REDUCTIONS or any(map(self._is_reduced, node.all_input_nodes)))
 
     def _is_between(self, node: Node, readers: set[Node]) -> bool:
-        """Whether one of `readers` depends on `node` through a node that does not fuse."""
+        """Whether one of `readers` depends on `node` through one that does not fuse, so no kernel computes both."""
         last = max(self.position[reader] for reader in readers)
         pending, seen = [(node, False)], set()
         while pending:

@@ -57,7 +57,8 @@ WAITS = {GATHER_WAIT, REDUCE_WAIT}
 # memory of the transport.
 SAVED_FOR_BACKWARD = "zcompile_saved_for_backward"
 
-# The smallest default of the option `reduce_budget_bytes`: two MLP matrices of a 7 B model (4096 x 14336) in bf16.
+# The default of the option `reduce_budget_bytes` is at least this: room for two gradients (see `reduce_budget`) of MLP
+# matrices of a 7 B model (4096 x 14336) in bf16.
 LEAST_REDUCE_BUDGET_BYTES = 256 << 20
 
 # Ops, besides views, whose result has unchanged elements of their first argument.
@@ -178,7 +179,6 @@ def nodes_in(argument: Argument) -> list[Node]:
 
 
 def is_view(node: Node, source: Node) -> bool:
-    """Whether `node` is a view of `source`, its first argument."""
     return node.op == "call_function" and getattr(node.target, "is_view", False) and node.args[0] is source
 
 

@@ -22,9 +22,10 @@ Segment = tuple[Sequence[Node], Set[Node]]
 
 
 def segments(graph: Graph, shards: Collection[Node]) -> list[Segment]:
-    """Return the segments of a joint graph, in order; not the nodes after the last cut, if forward returns only a loss.
+    """Return the segments of a joint graph, in order. `shards`: inputs that are shards.
 
-    `shards`: inputs that are shards. Activations are nodes that depend on shards and on other inputs.
+    The nodes after the last cut are a segment, unless forward returns only a loss: backward then begins with them, so
+    to recompute them would save no memory.
     """
     activations, results = _activations(graph, shards)
     roots: dict[Node, frozenset[Node]] = {}  # activation -> the nodes that made its memory

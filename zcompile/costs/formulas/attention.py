@@ -17,7 +17,7 @@ from zcompile.costs.formulas.work import Call, TensorSize, Work, nbytes_of
 MASK_BLOCKS = 128  # most blocks of a mask that are sampled, in each of its two dimensions
 SAMPLES = 4  # positions of a block that are sampled in each dimension; the first and the last among them
 
-# Shares of a kernel's rate in the hardware table that calls reach.
+# Factors of a call's rate, relative to its kernel's rate in the hardware table (forward and backward together).
 FORWARD_SHARE = 1.18
 BACKWARD_SHARE = 0.94
 CAUSAL_SHARE = 0.8  # with a causal mask: thread blocks of one kernel take unequal times

@@ -73,7 +73,7 @@ def call_of(node: Node) -> Call:
 
 
 def _given_kwargs(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return by name the arguments of an op that `auto_functionalized` wraps. Those that it writes to are in a list."""
+    """Return by name the arguments of the op that `node` wraps. Those that the op writes to are in `_all_bases`."""
     bases = cast(list[Any], node.kwargs.get("_all_bases", []))
     kwargs = {name: node.kwargs[name] for name in names if name in node.kwargs}
     for name in names:

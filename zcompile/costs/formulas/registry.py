@@ -83,7 +83,7 @@ def name_of(op: Any) -> str:
 
 
 def kernel_function(kernel: Any) -> Any:
-    """Return the Python function of a Triton kernel, without autotuner and heuristics; None if `kernel` is none."""
+    """Return the Python function of a Triton kernel, without autotuner and heuristics; None for other values."""
     seen = 0
     while not inspect.isfunction(kernel) and seen < 10:
         if not hasattr(kernel, "fn"):
