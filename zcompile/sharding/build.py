@@ -66,7 +66,7 @@ def build(model: nn.Module, plan: ShardPlan, state: ShardedModel, progress: Prog
 def _check_padding(parameters: Iterable[ShardedParameter], progress: Progress) -> None:
     """Raise if the hook `fsdp_pre_all_gather` of a tensor subclass does not pad this rank's shard to the common size.
 
-    Call this after all parameters were added to the runtime, because it adds components, which must come after them.
+    Also adds the tensors that the hook returns (components) to the runtime, after all parameters.
     """
     for sharded in parameters:
         if (hooks := sharded.hooked) is not None and sharded.shape[0] % sharded.state.groups.world:

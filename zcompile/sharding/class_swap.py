@@ -206,7 +206,7 @@ def install_tracing_readers(
 
 
 def read_narrow_shards(state: ShardedModel) -> None:
-    """Let compiled code on a single rank gather parameters, because main parameters may be offloaded to host memory."""
+    """Let compiled code on a single rank gather parameters: gathers of offloaded ones read their copies on the GPU."""
     for sharded in (sharded for each in models_of(state) for sharded in each.parameters.values()):
         for module, _ in sharded.owners:
             base, kind = vars(type(module))[RECIPE]
@@ -214,7 +214,7 @@ def read_narrow_shards(state: ShardedModel) -> None:
 
 
 def follow_layouts(modules: Iterable[nn.Module]) -> None:
-    """Let sharded modules read parameters by their layouts, after some of these were changed to components."""
+    """Let sharded modules read parameters by their new layouts, after some got all-gather hooks (late_hooks.py)."""
     for module in modules:
         base, kind = vars(type(module))[RECIPE]
         own = module.__dict__
@@ -339,8 +339,9 @@ def _property(name: str, layout: Layout, kind: Kind) -> property:
     """Return the property that reads parameter `name`: unsharded inside of a forward, else the DTensor.
 
     The setter raises. An assignment calls it only if code has removed `name` from `_parameters`, as weight norm does.
-    With `kind.has_narrow`, a read gathers in the leaf's dtype and then casts, so that gradients of several reads add up
-    in the leaf's dtype, as without offload. The pass `narrow_gathers` later moves the cast into the gather.
+    With `kind.has_narrow`, the main parameter may be in host memory. A read gathers in the leaf's dtype and then casts,
+    so that gradients of several reads add up in the leaf's dtype, as where a read only casts. The pass `narrow_gathers`
+    later moves the cast into the gather, which then reads the low-precision copy on the GPU.
     """
     leaf_name, shape, is_plain, dtype = LEAF + name, list(layout.shape), layout.is_plain, layout.dtype
     single_rank, has_narrow = kind.single_rank, kind.has_narrow

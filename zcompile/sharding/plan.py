@@ -65,7 +65,8 @@ def plan_shards(model: nn.Module, mesh: DeviceMesh, options: ShardOptions, place
     policies = policies_of(model, options.policy, options.own_policies)
     quantizes = options.gather_dtype is not None
     in_int8 = frozenset(id(each) for each, _ in placements if quantizes and is_quantized(each, each.ndim))
-    # One rank needs units if reads cast: without, each iteration of a loop over experts would cast all experts.
+    # A mesh of one rank also needs units if reads cast: without units, each iteration of a loop over experts would cast
+    # the whole stacked parameter that it reads.
     gathers = mesh.size() > 1 or bool(in_int8) or any(each.param_dtype is not None for each in policies.values())
     units, in_units = _units(model, mesh, options, placements) if gathers else ({}, frozenset())
     own = {path: policies[each] for path, each in model.named_modules() if policies[each] is not options.policy}
@@ -127,7 +128,7 @@ def _parameter_lines(model: nn.Module, ignored: Iterable[int]) -> list[str]:
 
 
 def _placement_lines(placements: Sequence[tuple[nn.Parameter, Placement]]) -> list[str]:
-    """Return a line for each parameter whose placement is not the default, or that is a DTensor already."""
+    """Return the lines of `ShardPlan.description`, which ranks compare, that say how parameters are placed."""
     return [
         f"number {i}: {placement.shard} over {placement.mesh.mesh_dim_names if placement.mesh else 'mesh'} "
         f"local={placement.local} of {getattr(parameter, 'placements', 'a tensor')}"

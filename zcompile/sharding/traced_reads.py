@@ -74,7 +74,7 @@ class TracedTable:
         return self.own.values()
 
     def items(self) -> Any:
-        """Return the parameters without a gather: a module around this one finds tied parameters by identity."""
+        """Return stored parameters: an outer module finds tied ones by identity, and each gather makes a new tensor."""
         return self.own.items()
 
 
