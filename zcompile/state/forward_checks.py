@@ -27,7 +27,7 @@ class UnreducedParameters:
         self.watched: set[int] = set()  # ids of parameters
 
     def count_forward(self) -> None:
-        """Count an outermost forward that begins. Call `watch` before those whose number is a power of two."""
+        """Count a forward with grad mode. Call `watch`, which visits all parameters, before forwards 1, 2, 4, 8, ..."""
         if self.warned or not torch.is_grad_enabled():
             return
         self.forwards += 1
@@ -74,14 +74,14 @@ def _warn_once(unreduced: "weakref.ref[UnreducedParameters]", parameter: nn.Para
 
 @dataclass
 class ForwardChecks:
-    unreduced: UnreducedParameters | None = None  # None on one rank
+    unreduced: UnreducedParameters | None = None  # warns of gradients that are not reduced; None on one rank
     experts: list[ExpertsImplementation] = field(default_factory=list)
-    # Whether forwards without gradients must run in eager. True if a tensor-parallel plan of transformers replaced
-    # forwards: the new ones read `module._parameters`, which has unsharded parameters only in eager code.
+    # Whether forwards without gradients must run in eager. True if a parallel plan of transformers replaced forwards:
+    # without gradients, linear layers read `module._parameters`, which holds unsharded parameters only in eager code.
     eager_without_grad: bool = False
 
     def check(self) -> None:
-        """Count a forward for `unreduced`. Raise RuntimeError if experts are not computed as at `zcompile.shard`."""
+        """Count a forward in `unreduced`. Raise RuntimeError if experts are computed otherwise than at `shard`."""
         if self.unreduced is not None:
             self.unreduced.count_forward()
         for experts in self.experts:

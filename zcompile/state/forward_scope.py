@@ -135,7 +135,7 @@ def _prepare_call(module: Any, checks_all: bool) -> bool:
 def _is_outermost(module: Any) -> bool:
     """Whether a call of `module` now would begin a forward of its model, and be in no other forward of that model.
 
-    A model that serves only the units of another (`are_units`) never begins one inside of a forward.
+    Modules of units have a ShardedModel of their own (`are_units`). Inside of any forward, a call of them begins none.
     """
     state: ShardedModel = module.__dict__[STATE]
     return _thread.forwards == 0 or not (state.are_units or state in _thread.models)

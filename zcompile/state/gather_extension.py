@@ -188,7 +188,7 @@ class GatherExtension(abc.ABC):
 
     @abc.abstractmethod
     def unsharded_of(self, sharded: "ShardedParameter", metadata: Any) -> torch.Tensor:
-        """Make the unsharded parameter, perhaps with padding, from `self.gathered`. Set `self.inner`."""
+        """Make the unsharded parameter from `self.gathered`; `make` cuts off padding. Set `self.inner`."""
 
     def refill(self, sharded: "ShardedParameter", arrived: Components, unsharded: torch.Tensor) -> None:
         """Write the components `arrived` of a later gather into `unsharded`, which `make` returned."""

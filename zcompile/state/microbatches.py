@@ -22,5 +22,5 @@ class Microbatches:
 
     @property
     def adds_up(self) -> bool:
-        """Whether the runtime adds gradients up until the `with` block ends, and `.grad` is ones; see `defer_grad`."""
+        """Whether gradients add up in the runtime until the block ends, and `.grad` is a factor; see `defer_grad`."""
         return self.accumulates and self.deferred in (Deferred.REDUCES, Deferred.HOSTS)

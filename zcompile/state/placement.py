@@ -52,7 +52,6 @@ Placements = list[tuple[nn.Parameter, Placement]]  # for each sharded parameter,
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Raise TypeError unless `mesh` is a DeviceMesh, ValueError unless it is 1-D or 2-D and contains this rank."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"zcompile.shard: mesh must be a torch DeviceMesh, not {type(mesh).__name__}.")
     if mesh.ndim not in (1, 2):
@@ -113,7 +112,7 @@ def _positive(shard: Shard, parameter: nn.Parameter) -> Shard:
 
 @dataclass(frozen=True)
 class Inner:
-    """The arguments with which `DTensor.from_local` makes a local tensor a DTensor over the inner mesh.
+    """Arguments of `DTensor.from_local`, which makes a DTensor over the inner mesh (of tensor or expert parallelism).
 
     `Inner`s compare `mesh_id`, because a mesh equals another one even if the process groups of one were destroyed. A
     pickle has `mesh_key` instead of the mesh, so that another process unpickles an `Inner` over its own mesh.
@@ -138,7 +137,7 @@ def mesh_key(mesh: DeviceMesh) -> Hashable:
 
 
 def remember_mesh(mesh: DeviceMesh) -> None:
-    """From now on, use `mesh` for each `Inner` that is unpickled and whose mesh has the same `mesh_key`."""
+    """Let code unpickled from now on use `mesh` for the `mesh_key` in its pickle: process groups are not pickled."""
     _meshes[mesh_key(mesh)] = mesh
 
 

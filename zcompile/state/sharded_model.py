@@ -75,8 +75,9 @@ class ShardedModel:
         """
         Args:
             has_units: whether the parameters are those of units; see [Note: units] in units/unit.py.
-            divisor: the number that divides summed gradients. Default: the number of ranks in the mesh (means).
-            scale_of_means: gradients are means over ranks times this factor; `gradient_divide_factor` of `shard`.
+            divisor: the number by which the runtime divides sums of gradients. Default: the number of ranks of `mesh`.
+            scale_of_means: the factor for gradients that DTensor, not the runtime, averages over ranks: the number of
+                ranks of the mesh of `shard`, divided by `gradient_divide_factor`.
             mesh_of_states: with `states="global"`, the mesh of the main parameters. Default: `mesh`.
         """
         self.domain = domain
@@ -209,7 +210,7 @@ class ShardedModel:
 
         Raises RuntimeError if the program has changed experts, `.data`, ties or all-gather hooks in a way that gives
         wrong results. Returns whether the forward must run in eager: if another tensor replaces a parameter in a module
-        (substituted_parameters.py), or by `ForwardChecks.eager_without_grad`.
+        (substituted_parameters.py), or if grad mode is off and transformers replaced forwards (`ForwardChecks`).
         """
         self.forward_checks.check()
         self.refuse_assigned_data()

@@ -40,7 +40,7 @@ class ShardedParameter:
     leaf_reference: "weakref.ref[nn.Parameter]"
     layout: Layout = field(kw_only=True)
     owner_references: "list[tuple[weakref.ref[nn.Module], str]]" = field(default_factory=list)
-    # Of a tied parameter, the owners to which the program has not assigned the parameter that replaced it elsewhere.
+    # If the program replaced a tied parameter in one owner: the others, to which it has not assigned the new one yet.
     not_assigned: "list[tuple[weakref.ref[nn.Module], str]]" = field(default_factory=list)
     is_whole: bool = False  # inside of `zcompile.unshard`, where modules have an unsharded parameter
     unsharded: nn.Parameter | None = None  # in modules while their unit or block is gathered
@@ -75,7 +75,8 @@ class ShardedParameter:
     def note_assignment(self, module: nn.Module, attribute: str, is_new: bool) -> None:
         """Note that the program assigned the current parameter to one owner. `is_new`: it replaces another parameter.
 
-        Other owners read the new parameter, too. `refuse_untying` then raises until it is assigned to all of them.
+        Other owners read the new parameter, too. If the program has not assigned it to all of them by the next forward,
+        it may have meant to untie them, so `refuse_untying` raises.
         """
         others = self.owner_references if is_new else self.not_assigned
         self.not_assigned = [other for other in others if (other[0](), other[1]) != (module, attribute)]
@@ -290,7 +291,8 @@ class ShardedParameter:
         return total.add_(rest)
 
     def add_to_earlier(self, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Autograd prehook: add a gradient of the DTensor itself to `earlier_grad`, and zeros to the factor `.grad`."""
+        """Autograd prehook: if `.grad` is a factor (see `defer_grad`), add a gradient of the DTensor itself to
+        `earlier_grad`, and let autograd add zeros to `.grad`."""
         self.drop_if_zeroed()
         if not self.has_deferred:
             return grads
@@ -301,13 +303,16 @@ class ShardedParameter:
         return (torch.zeros_like(grads[0]),)
 
     def note_added_zeros(self, *_: Any) -> None:
-        """Accept the new version counter of `.grad`, after autograd has added the zeros of `add_to_earlier`."""
+        """Note the version of `.grad` after autograd added the zeros of `add_to_earlier`: the program did not write."""
         factor: Any = self.parameter.grad
         if self.has_deferred and self.factor_version == -1:
             self.factor_version = factor._version
 
     def take_deferred(self) -> torch.Tensor | None:
-        """Return `.grad`, the factor of the deferred sum, or None. Set `.grad` to `earlier_grad` times the factor."""
+        """Return the factor in `.grad`, by which the caller multiplies the reduced sum; None if nothing is deferred.
+
+        The program set this factor for all gradients (see `defer_grad`), so `.grad` becomes `earlier_grad` times it.
+        """
         parameter: Any = self.parameter
         if not self.has_deferred:
             return None
@@ -319,25 +324,25 @@ class ShardedParameter:
         return cast(torch.Tensor, factor._local_tensor)
 
     def without_base(self, grad: torch.Tensor) -> torch.Tensor:
-        """Subtract from `grad` the earlier gradient with which its reduce began its sum, if any; see `add_grad`."""
+        """Subtract from `grad` the earlier gradient that its reduce has added, if any: hooks see the new one alone."""
         base = self.state.runtime.take_base(self.index) if self.state.microbatches.accumulates else None
         return grad if base is None else grad.sub_(base)
 
     def let_reduce_add_to(self, accumulated: torch.Tensor, owner: nn.Parameter | None = None) -> None:
-        """In `zcompile.accumulate`, let the next reduce begin its sum with `accumulated`, if still `owner.grad`."""
+        """In `zcompile.accumulate`, let the next reduce add `accumulated`, unless `owner.grad` was replaced."""
         state = self.state
         if state.microbatches.accumulates and not state.are_units:
             state.runtime.accumulate_onto(self.index, accumulated, owner=owner)
 
     def let_reduce_begin_anew(self) -> None:
-        """Undo `let_reduce_add_to`: the next reduce begins with zero."""
+        """Undo `let_reduce_add_to`: the next reduce adds no earlier gradient."""
         if self.state.microbatches.accumulates:
             self.state.runtime.accumulate_onto(self.index, torch.empty(0))  # freed at once, so the runtime ignores it
 
     def add_grad(self, accumulated: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
         """Return the sum of `accumulated`, the gradient of earlier microbatches, and `grad`, the result of a reduce.
 
-        In `zcompile.accumulate`, a reduce may begin its sum with the accumulated gradient; then `grad` contains it.
+        In `zcompile.accumulate`, a reduce may add the accumulated gradient to its mean; then `grad` contains it.
         If a hook or a nested backward has changed the accumulated gradient since, the change is added to `grad`.
         """
         state = self.state
@@ -379,7 +384,6 @@ def as_parameter(unsharded: torch.Tensor) -> torch.Tensor:
 
 
 def model_of(leaf: object) -> "ShardedModel | None":
-    """Return the ShardedModel of `leaf`; None if it is no leaf."""
     model: ShardedModel | None = getattr(leaf, MODEL, None)
     return model
 

@@ -179,7 +179,6 @@ def _read_cache() -> dict[str, dict[str, float]]:
 
 
 def _are_times(times: Any) -> bool:
-    """Whether `times` maps both transports to finite microseconds, as results of `_measure` do."""
     return (
         isinstance(times, dict)
         and times.keys() == {"nccl", "p2p"}
