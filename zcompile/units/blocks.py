@@ -91,7 +91,7 @@ class BlockOrder(UnitOrder):
         self.has_extended = any(unit.extended for unit in units)  # whether blocks open in compiled forwards
 
     def follow_extensions(self) -> None:
-        """Gather parameters as components if they have an extension now. Call this before the first forward."""
+        """Let gathers use all-gather hooks that parameters have got since `shard`; see `Unit.follow_extensions`."""
         for unit in self.units:
             unit.follow_extensions()
         self.has_extended = any(unit.extended for unit in self.units)
@@ -159,7 +159,7 @@ class BlockOrder(UnitOrder):
         self.end_reads(None, has_raised=True)
 
     def is_whole(self, events: EventList) -> bool:
-        """Whether the next block may be prefetched: inside of an outermost forward, or of a backward."""
+        """Whether an outermost forward or a backward runs. It may prefetch, because its end drops unused prefetches."""
         return self.in_root if events is self.forward else self.callback is not None
 
     def come_to(self, events: EventList, event: tuple[str, int]) -> int | None:
@@ -323,7 +323,7 @@ def _call_compiled(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _opened_by(module: nn.Module) -> tuple[Unit, ...]:
-    """Return the blocks that have parameters of modules in `module`, but whose own module is not in `module`."""
+    """Return the blocks with parameters in `module` that its outermost call must open, because no module in it does."""
     opened: tuple[Unit, ...] | None = module.__dict__.get(OPENED)
     if opened is None:
         inside = set(module.modules())

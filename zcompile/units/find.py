@@ -21,7 +21,6 @@ UnitLike = type[nn.Module] | nn.Module
 
 
 def default_units(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of `model` whose forward loops over experts."""
     return [module for module in model.modules() if loops_over_experts(module)]
 
 

@@ -139,7 +139,7 @@ def _connect(call: UnitCall, entry: torch.Tensor, result: Any, given: Any) -> An
     """Return the unit's `result`, whose backward begins with `_Exit` and ends with `_Entry`, the node of `entry`."""
     values = tensors_in(result)
     call.has_result = bool(values)
-    # Return an argument as it is, and not through `_Exit`: autograd must see if the caller changes it in place.
+    # Arguments skip `_Exit`, which returns aliases: autograd would not see a change of an alias as one of the argument.
     known = {id(_base_of(value)) for value in tensors_in(given)}
     places = [i for i, value in enumerate(values) if _is_differentiable(value) and id(_base_of(value)) not in known]
     # Results without gradient get no grad_fn: a buffer to which they are added would keep the graphs of all steps.
@@ -222,9 +222,9 @@ def call_unit(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
 
 @never_compiled_alone
 def call_inside(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
-    """Run the forward of a module inside of a unit, whose result may begin the unit's backward.
+    """Run the forward of a module inside of a unit. A gradient of its result begins the unit's backward, too.
 
-    Why: a forward hook may let code outside of the unit use this result.
+    Why: a forward hook may give this result to code outside of the unit. Then its gradient may arrive first.
     """
     result = call(module, *args, **kwargs)
     if not torch.compiler.is_compiling():

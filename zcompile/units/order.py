@@ -148,8 +148,8 @@ class UnitOrder:
             self.splits = 0
             warnings.warn(
                 "zcompile: a backward of inputs alone kept its graph, and the next forward came before a backward of "
-                "parameters. A pipeline that splits backwards (zero-bubble) must run inside of "
-                "zcompile.accumulate(model): elsewhere, parameters get no gradients from it.",
+                "parameters. If this is a zero-bubble pipeline, its parameters get no gradients: run it inside of "
+                "zcompile.accumulate(model). If not, ignore this warning.",
                 stacklevel=2,
             )
         self.drop_ahead(self.forward)
@@ -219,7 +219,7 @@ class UnitOrder:
     # --- lists -------------------------------------------------------------------------------------------------------
 
     def is_whole(self, events: EventList) -> bool:
-        """Whether this forward or backward is of the whole model, so that it uses `events`, its list of collectives."""
+        """Whether the whole model's forward or backward runs. Only then must collectives follow the list `events`."""
         return self.in_root if events is self.forward else self.rounds > 0
 
     def come_to(self, events: EventList, event: Event) -> int | None:
@@ -255,7 +255,7 @@ class UnitOrder:
                 self.start_reduce(unit, unit.leaves())
 
     def end_round(self) -> None:
-        """Issue the remaining collectives of the backward of one forward. Autograd may run several such backwards."""
+        """Issue the remaining collectives of one forward's backward. One call of autograd may run those of several."""
         self.make_up(self.backward, len(self.backward.events))
         self.backward.at = 0
         self.rounds -= 1
@@ -307,7 +307,7 @@ class UnitOrder:
     def queue_callback(self) -> None:
         """Have autograd call `finish_backward` at the end of this backward.
 
-        Raises RuntimeError if compiled autograd traces the backward: it would reduce gradients before they exist.
+        Raises RuntimeError under compiled autograd, which may set gradients after it ran the hooks that reduce them.
         """
         if compiled_autograd.in_compiled_autograd_region:
             raise RuntimeError(
@@ -364,7 +364,7 @@ class UnitOrder:
                 Variable._execution_engine.queue_callback(self.compare)
 
     def reduce_rest(self) -> None:
-        """Reduce gradients that came after a unit's backward, or without one, as from a tensor that a hook kept."""
+        """Reduce gradients that backwards of units missed, such as those of a weight penalty that a hook computed."""
         shards = {call.unit.index: call.shards for call in self.calls_in_backward}
         for unit in self.units:
             if unit.has_grads and not unit.is_split:

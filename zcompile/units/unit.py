@@ -137,7 +137,8 @@ class Unit:
         self.domains = [self._domain([i for i, each in enumerate(numbers) if each == n]) for n in sorted(set(numbers))]
 
     def follow_extensions(self) -> None:
-        """From now on, gather parameters as components if they have an extension now. Call this before any gather."""
+        """Let gathers use all-gather hooks (an `extension`) that parameters got after `shard`. Call this before the
+        first gather, which allocates memory that depends on the hooks."""
         self._take(self.sharded)
 
     def _domain_at(self, position: int) -> int:
@@ -151,7 +152,7 @@ class Unit:
         self.closed = self._by_name([each.parameter for each in self.sharded])
 
     def _by_name(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, nn.Parameter]]:
-        """Return name -> parameter for each of `tables`. `parameters` are in the order of `sharded`."""
+        """Return name -> parameter for each module in `tables`. `parameters` are in the order of `sharded`."""
         return [{name: parameters[i] for name, i in positions.items()} for _, positions in self.tables]
 
     def drop_freed(self) -> None:
@@ -183,7 +184,7 @@ class Unit:
         return _Group(domain, dtype, positions, sizes, [len(shape) for shape in shapes])
 
     def _domain(self, positions: list[int]) -> _Domain:
-        """Return the `_Domain` of the parameters at `positions`. Add the parameter for flags of use to its runtime."""
+        """Make the `_Domain` of the parameters at `positions`, with a parameter for flags of use; see [Note: units]."""
         model, count = self.sharded[positions[0]].state, len(self.sharded)
         use = torch.zeros(count, device=self.anchor.device)
         model.runtime.add(
@@ -369,8 +370,8 @@ class Unit:
 
     @contextlib.contextmanager
     def _own_transfer(self) -> Iterator[None]:
-        """Context manager that hides transfers from torch.func and from selective checkpoints, which count ops. The
-        runtime then never abandons these transfers, so the unit must wait for them."""
+        """Context manager that hides transfers from torch.func, and from selective checkpoints, which count ops. The
+        runtime does not drop these transfers after an error, so the unit must wait for them."""
         runtimes = [_alive(domain.model).runtime for domain in self.domains]
         for runtime in runtimes:
             runtime.keep_in_flight(True)
