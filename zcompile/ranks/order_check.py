@@ -53,9 +53,9 @@ _late: "weakref.WeakSet[OrderCheck]" = weakref.WeakSet()
 class OrderCheck:
     """Compares the collectives that the ranks of one mesh have started.
 
-    Ranks that share shards keep a log of their collectives, and so do ranks that hold the same shard (replicas). A log
-    must be equal on its ranks. One all-reduce (MAX) over the mesh compares all logs. It sends four numbers for each
-    log: count, hash and their bitwise complements, because the maximum of complements tells the minimum of values.
+    Each group over which parameters are sharded has a log of gathers and reduces, and so has each group of replicas
+    (ranks with the same shard). A log must be equal on its ranks. One all-reduce (MAX) over the mesh compares, for each
+    log, count, hash and their bitwise complements: the maximum of complements tells the minimum of values.
 
     Args:
         group: a gloo group of all ranks of `mesh`.
@@ -213,8 +213,8 @@ def difference_in(logs: Sequence[Sequence[int]], said: Mapping[int, Mapping[str,
     """Return the text of the error, with the first difference in the first log that differs between ranks.
 
     Args:
-        logs: the ranks of each log.
-        said: for each rank, the collectives that it published, by the index in `logs` as text.
+        logs: for each log of collectives (see `OrderCheck`), the ranks that keep it.
+        said: for each rank, the collectives in each of its logs; keys are indices in `logs`, as text.
     """
     begin = "zcompile: ranks started different gathers and reduces before this optimizer step"
     for log, ranks in enumerate(logs):

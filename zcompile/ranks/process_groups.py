@@ -46,7 +46,7 @@ def timeout_of(mesh: DeviceMesh) -> datetime.timedelta:
 
 
 # The process groups that zcompile made, by use, ranks, device type and timeout. Models over the same ranks share a
-# group: with a group for each model, two ranks that run different models would wait for each other.
+# group: there, checks find ranks that run different models. In separate groups, these would wait until the timeout.
 _shared_groups: "weakref.WeakValueDictionary[tuple[Any, ...], dist.ProcessGroup]" = weakref.WeakValueDictionary()
 
 
@@ -80,7 +80,7 @@ def meeting_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     return _own_group("meeting", mesh.mesh.flatten().tolist(), mesh, "gloo")
 
 
-# The number of the next model that is sharded over each group.
+# For each group, the number of the next model over it. Numbers tell models apart in logs and in keys of the store.
 _numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
 
@@ -88,7 +88,8 @@ _numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyD
 class Groups:
     """The names of a model's process groups and this rank's place in them, for the model's C++ runtime."""
 
-    # Two groups of the ranks over which parameters are sharded, so that gathers and reduces overlap. Units have one.
+    # Groups of the ranks over which parameters are sharded: two, so that gathers and reduces overlap. For units, whose
+    # gathers and reduces do not overlap, both names are of one group.
     gather: str
     reduce: str
     replicate: str  # the group of the ranks that hold the same shard (replicas); "" on a 1-D mesh

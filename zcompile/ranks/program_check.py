@@ -28,8 +28,8 @@ class Agreement:
 
     The comparison is no collective, because a rank that runs another program may never take part. Each program is
     compared before its first run. A rank may compile alone, for example for a sequence length that other ranks do not
-    have, while these run earlier programs. The rank then goes on when each other rank has started more collectives than
-    the rank itself; order_watch.py compares these collectives.
+    have. Those other ranks run programs that they compared earlier, and may never reach the new one. So the rank waits
+    for each only until that one has started more collectives than the rank. order_watch.py compares the collectives.
 
     A difference ends a round of checks: each rank raises in its next check, and then begins the next round. Keys in the
     store have the round's number, so no check reads what ranks wrote before a difference.
@@ -88,10 +88,10 @@ class Agreement:
         self.known.add(key)
 
     def largest(self, lines: Sequence[Line], number: int) -> int:
-        """Return the largest `number` of the ranks that compile the program of `lines` at this count of collectives.
+        """Return the largest `number` that ranks pass for the program of `lines`, so that all compile it by one plan.
 
-        If other ranks have started more collectives, and so do not compile here, the result is at least that of this
-        rank's last call for the program, with which the other ranks run. Raises as `check` does.
+        Only ranks that have started equally many collectives exchange numbers. Those that have started more run code
+        compiled with an earlier result, so the result is at least this rank's last one. Raises as `check` does.
         """
         here = [*lines, Line(f"is compiled after {self.started(self.rank)} gathers and reduces")]
         names = {rank: f"{self.round}/{_key(here)}/{rank}/number" for rank in self.ranks}
@@ -105,11 +105,11 @@ class Agreement:
         return max(said)
 
     def stop(self, reason: str) -> None:
-        """Make the checks of other ranks raise: they would wait in vain for this rank. `reason` ends the error."""
+        """Make the checks of other ranks raise "rank N `reason`": otherwise they would wait in vain for this rank."""
         self._end_round(f"zcompile: rank {self.rank} {reason}")
 
     def _has_come(self, rank: int, key: str, position: int) -> bool:
-        """Whether `rank` has reached program `key`, or has started more than `position` collectives."""
+        """Whether `rank` has reached program `key`, or may never: it has started more than `position` collectives."""
         if self.store.check([f"{self.round}/{key}/{rank}"]):
             return True
         waiting = self._waiting(rank)
@@ -133,8 +133,8 @@ class Agreement:
     def _waiting_program(self, rank: int, key: str) -> list[str] | None:
         """Return the lines of the program with which `rank` waits, if it conflicts with program `key`; else None.
 
-        There is no conflict if this rank has compared that program before, because `rank` will see this and go on, or
-        if `rank` has started fewer collectives than this rank, because it may still reach `key`.
+        There is no conflict if this rank has passed the check of that program: `rank` finds this in the store and goes
+        on. Nor is there one if `rank` has started fewer collectives than this rank: `rank` may still reach `key`.
         """
         waiting = self._waiting(rank)
         if waiting is None or waiting[0] == key or waiting[0] in self.known or waiting[1] < self.started(self.rank):
