@@ -51,7 +51,8 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
     if state.microbatches.accumulates:  # an enclosing `accumulate` does the work
         if reduce not in ("each", state.microbatches.reduce):
             raise ValueError(
-                f"zcompile: accumulate({reduce=}) inside of accumulate({state.microbatches.reduce!r}): pass one value."
+                f"zcompile: accumulate({reduce=}) inside of accumulate(reduce={state.microbatches.reduce!r}). Pass the "
+                "same reduce to both, or leave it out of the inner one."
             )
         yield
         return
@@ -83,9 +84,9 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
 
 
 def begin_accumulating(state: ShardedModel, microbatch_cache_bytes: int) -> None:
-    """Keep parameters of domain 0 unsharded, up to `microbatch_cache_bytes`, and let reduces add to earlier gradients.
+    """Keep parameters unsharded, up to `microbatch_cache_bytes`, and let reduces add to earlier gradients.
 
-    Parameters must not change until `end_accumulating`.
+    Parameters must not change until `end_accumulating`. Graphs keep only those of the first mesh; other limits are 0.
     """
     if state.block_order is not None:
         state.block_order.keep(microbatch_cache_bytes)

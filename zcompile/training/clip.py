@@ -71,10 +71,10 @@ def clip_grad_norm_(
 
 
 def _norm(mesh: DeviceMesh, gradients: list[DTensor], norm_type: float, foreach: bool | None) -> torch.Tensor:
-    """Return the norm of `gradients` as `torch.nn.utils.get_total_norm` does, bit by bit, by ops on local tensors.
+    """Return the norm of `gradients`, bit for bit that of `torch.nn.utils.get_total_norm`, by ops on local tensors.
 
-    That is the norm of the norms of all gradients. torch stacks these as DTensors, which takes the host 4.3 s the first
-    time for 768 gradients.
+    It is the norm of the norms of all gradients. torch stacks these norms as DTensors, for which the first call takes
+    4.3 s of host time with 768 gradients.
     """
     kinds: dict[Any, list[int]] = {}  # by placements and dtype, places in `gradients`
     for place, gradient in enumerate(gradients):

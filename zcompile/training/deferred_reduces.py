@@ -74,7 +74,8 @@ class DeferredReplicas(Deferral):
                     self.nodes.append((node, node.register_prehook(functools.partial(self._keep_own, parameter))))
 
     def _keep_own(self, parameter: Any, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Autograd prehook: move a gradient of the DTensor itself to `own`, and accumulate zeros instead."""
+        """Autograd prehook for losses that read the DTensor itself: add the gradient to `own`, and zeros to `.grad`."""
+        # This gradient is summed over replicas already. The block's end sums `.grad` over replicas.
         grad: Any = grads[0]
         if grad.placements != parameter.placements:
             grad = grad.redistribute(placements=parameter.placements)

@@ -152,7 +152,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _fused_step(unbound: Callable[..., Any], local: "LocalStep", early: StepInBackward | None) -> Callable[..., Any]:
-    """Wrap `unbound`, an optimizer's step, which calls `local.collect`. After it, free gradients."""
+    """Wrap `unbound`, an optimizer's step that calls `local.collect`: then set the model's `.grad` to None."""
     offload = local.offload
 
     @torch.compiler.disable  # torch.compile(optimizer.step) runs it in eager
@@ -212,8 +212,8 @@ class LocalStep:
     def collect(self, group: dict[str, Any], *lists: list[Any]) -> bool:
         """Step the model's parameters in `group`. Append the tensors of the others to `lists` as torch's method does.
 
-        Torch also gets parameters whose gradients or moments are sharded in another way, and, unless their moments lie
-        in host memory, those that a GradScaler unscales. It first creates the states of parameters that have none.
+        Parameters without states first get them from torch's method. Unless their moments lie in host memory, torch
+        also steps parameters that are sharded unlike their gradients or moments, or that a GradScaler unscales.
         """
         optimizer, state = cast(Any, self.optimizer()), self.state
         collect = self.collect_others or functools.partial(type(optimizer)._init_group, optimizer)

@@ -45,7 +45,7 @@ def narrow_dtype(parameter: torch.Tensor) -> torch.dtype | None:
     """Return the dtype of all gathers of `parameter` if its main parameter may move to the host, else None.
 
     A scalar, and a parameter that shares memory with other tensors, stay on the device. All ranks must get the same
-    result, also for an empty shard: in this dtype every p2p rank keeps its copy (`ShardedParam::is_cached_in`).
+    result, also for an empty shard: p2p ranks read each other's cached shards, which then exist in this dtype only.
     """
     sharded = sharded_by(parameter)
     if sharded is None or sharded.on_host is not None or sharded.leaf_reference() is None or not sharded.shape:

@@ -67,7 +67,7 @@ class HostStates(defaultdict[torch.Tensor, dict[str, Any]]):
 
 
 def _waiting(name: str) -> Callable[..., Any]:
-    """Wrap defaultdict's method `name`: first wait for moments, of the parameter that it gets or else of all."""
+    """Wrap defaultdict's method `name`: first wait until moments, of the key or else all, are in host memory."""
     read = getattr(defaultdict, name)
 
     @functools.wraps(read)
@@ -85,7 +85,7 @@ for _name in ("__getitem__", "__iter__", "get", "items", "values", "pop", "popit
 
 @dataclass
 class Loaded:
-    """Wraps a checkpoint's moment, `source`, so that torch does not move it to the GPU. `target` is its host memory."""
+    """Wraps `source`, a checkpoint's moment, so that torch does not move it. It is copied to `target`, on the host."""
 
     source: DTensor
     target: DTensor
@@ -203,7 +203,7 @@ class Offload:
     def _stream_group(
         self, stream: Stream, pieces: list[Piece], tensors: Tensors, mains: list[OnHost | None], step: Step
     ) -> None:
-        """Copy the states of a group of pieces to the device, step, and copy them back."""
+        """Copy moments, and main parameters in host memory, of `pieces` to the device, step, and copy them back."""
         group = [[piece.of(values[piece.item]) for piece in pieces] if values else [] for values in tensors]
         group[COUNTS] = [tensors[COUNTS][piece.item] for piece in pieces]
         found = [mains[piece.item] for piece in pieces]
@@ -275,7 +275,6 @@ class Offload:
                 state[name] = host
 
     def _is_movable(self, parameter: DTensor, moment: torch.Tensor) -> bool:
-        """Whether `moment` is on the device and has the placements of `parameter`."""
         return is_sharded_as(moment, parameter) and not self.link.is_host(local_of(moment))
 
     def _movable(self, parameters: Iterable[Any]) -> dict[Any, torch.dtype]:
@@ -308,7 +307,7 @@ class Offload:
         )
 
     def _give_back(self, optimizer: torch.optim.Optimizer) -> None:
-        """Move moments of parameters whose model was freed to the device, where torch's own step needs them."""
+        """Move moments to the device if their parameters' model was freed: torch's own step needs them there."""
         for parameter, state in optimizer.state.items():
             if any(id(parameter) in each.parameters for each in self.offloads):
                 continue

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from zcompile.state.sharded_model import ShardedModel
 
-# Models to check and count, in the order in which they were sharded, which is the same on all ranks.
+# Models whose steps are checked and counted, in the order of `shard` calls: `_count` makes collectives in this order.
 _models: "weakref.WeakKeyDictionary[ShardedModel, None]" = weakref.WeakKeyDictionary()
 
 
@@ -75,7 +75,7 @@ def check_orders(states: list[ShardedModel]) -> None:
 
 
 def _count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Hook after a step: count the step, unless a parameter's hook took it inside of a backward."""
+    """Hook after a step outside of a backward: gather host shards, and add the step to the log of collectives."""
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
         return
     counted = set()  # models over the same groups share a count

@@ -83,8 +83,8 @@ class StepInBackward:
     def finish(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the program's stream wait for the steps in backward. `optimizer.step()` calls this first.
 
-        Raises RuntimeError if, after its step, a parameter got another gradient or settings in `param_groups` changed;
-        if a GradScaler steps the optimizer; or if gradients changed before the previous `optimizer.step()`.
+        Raises RuntimeError if a parameter got another gradient, or `param_groups` changed, after steps in backward; if
+        a GradScaler steps the optimizer; or if gradients changed between the previous backward and `optimizer.step()`.
         """
         seen, link = self.seen, self.offload.link
         self.pending, self.pending_bytes, self.seen = {}, 0, None

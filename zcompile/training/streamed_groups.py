@@ -33,11 +33,10 @@ class Piece:
         return self.end - self.begin == self.numel
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the piece's elements of `tensor`. If these are all, return no view: it would keep a gradient alive."""
+        """Return the piece's elements of `tensor`. If all, no view: p2p steps overwrite no gradient that has a view."""
         return tensor if self.is_whole else tensor.reshape(-1)[self.begin : self.end]
 
     def in_buffer(self, buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return a view of the piece's elements in `buffer`, in the shape of `like`."""
         return buffer[self.offset : self.offset + self.end - self.begin].view(like.shape)
 
 
