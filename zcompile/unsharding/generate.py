@@ -28,14 +28,14 @@ from zcompile.unsharding.unshard import sharded_parameters_in
 gather_group_start = torch.ops.zcompile.gather_group_start.default
 gather_wait = torch.ops.zcompile.gather_wait.default
 
-# Numbers that ranks exchange before a forward: the rank's state, or the module that it calls (_FOREIGN: one outside).
+# Numbers that ranks exchange before a forward: states, or called modules (_FOREIGN: outside of the one that generates).
 _FAILED, _DONE, _DONE_WITHOUT_FORWARD, _FOREIGN, _FIRST_MODULE = range(5)
 
 Recording = list[tuple[list[int], torch.dtype]]  # of each transfer: indices of its parameters, and the dtype
 
 
 def agreeing_generate(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `generate`, a method of a module's class; see [Note: generation]."""
+    """Wrap `generate`, so that a rank whose text has ended joins the gathers of others; see [Note: generation]."""
 
     @functools.wraps(generate)
     def agreeing(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,8 +58,9 @@ def _compiles_by_itself(module: nn.Module, args: Any, kwargs: Any) -> bool:
 
 
 def _gathers(module: nn.Module) -> bool:
-    """Whether a forward of `module` gathers from other ranks. Inside of `zcompile.unshard` it does not."""
+    """Whether ranks agree before forwards of `module`, because these gather; in `zcompile.unshard` they do not."""
     state: ShardedModel = module.__dict__[STATE]
+    # For a unit, ranks do not agree: outside of its model's forward, a program must call it alike on all ranks.
     if state.runtime.world == 1 or state.are_units or is_fake(state.mesh):
         return False
     return not all(each.is_whole for each in sharded_parameters_in(module))
@@ -72,7 +73,8 @@ class Generation:
         self.state: ShardedModel = module.__dict__[STATE]
         self.meeting = Meeting(self.state, GENERATE)
         self.numbers = {id(each): _FIRST_MODULE + i for i, each in enumerate(module.modules())}
-        # A replay cannot repeat the collectives of units, of other parallelisms and of components.
+        # A finished rank repeats only gathers of leaves over the first mesh: none of units, other meshes and components
+        # (tensors that `fsdp_pre_all_gather` returns, or int8).
         hooks = any(each.extension is not None for each in self.state.parameters.values())
         self.needs_forwards = bool(self.state.others) or self.state.units is not None or hooks
         self.recordings: dict[int, Recording] = {}  # module number -> gathers of its last forward
@@ -80,7 +82,7 @@ class Generation:
         self.is_over = False  # whether an exchange of numbers raised, so that all ranks raise
 
     def run(self, generate: Callable[[], Any]) -> Any:
-        """Return the result of `generate()` when all ranks have finished. Raises RuntimeError as `check` does."""
+        """Return the result of `generate()` when all ranks have finished. Raises if one failed, or if they disagree."""
         try:
             with announcing(self.announce):
                 result = generate()

@@ -121,7 +121,7 @@ def _check_entry(selected: list[ShardedParameter], writeback: bool) -> None:
         where = f"parameter '{sharded.name}' on rank {dist.get_rank()}"
         if is_in_forward() or torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
-                f"zcompile.unshard: {where} is asked for inside of a forward or backward. Enter the block outside."
+                f"zcompile.unshard: {where} cannot be unsharded inside of a forward or backward. Do so before or after."
             )
         if sharded.layout.inner is not None:
             raise RuntimeError(
@@ -129,7 +129,7 @@ def _check_entry(selected: list[ShardedParameter], writeback: bool) -> None:
                 "or expert parallelism. Take parameter.full_tensor() instead."
             )
         if sharded.is_whole:
-            raise RuntimeError(f"zcompile.unshard: {where} is whole already: use it in the outer block.")
+            raise RuntimeError(f"zcompile.unshard: {where} is unsharded already by an outer call: leave it out here.")
         if writeback and (hooks := sharded.hooked) is not None:
             raise RuntimeError(
                 f"zcompile.unshard: {where} is a {name_of(type(hooks.local))}, whose unsharded form has "
