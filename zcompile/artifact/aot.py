@@ -118,8 +118,8 @@ def _save_objects(artifacts: Any) -> bytes:
     modules = {name: value.__name__ for name, value in objects.items() if inspect.ismodule(value)}
     try:
         return pickle.dumps((modules, {name: value for name, value in objects.items() if name not in modules}))
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise RuntimeError(f"an object that the model's code refers to cannot be pickled: {error}") from error
+    except (pickle.PicklingError, TypeError, AttributeError) as error:  # `program.make` adds the remedy
+        raise RuntimeError(f"the model's code reads an object that cannot be pickled: {error}") from error
 
 
 def _is_group(guard: Any) -> bool:
@@ -186,7 +186,7 @@ class _Saved(SerializableCallable):
         return cls(None)  # callable after `load`
 
     def load(self, entry: bytes, groups: Groups) -> None:
-        """Unpickle `entry` (`Code.entry`), which calls of this object run, with this rank's process groups."""
+        """Unpickle `entry` (`Code.entry`), and put this rank's process groups into its code, which calls then run."""
         loaded = pickle.loads(entry)
         kernels.install_modules(loaded, groups)
         self.compiled = deserialize_bundled_cache_entry(loaded)
@@ -231,7 +231,7 @@ class Loaded:
         return "; ".join(map(str, guards.check_verbose(arguments).verbose_code_parts)) or "a guard does not hold"
 
     def look_up(self, expression: Any, model: nn.Module) -> Any:
-        """Evaluate in this process an expression of `Made.dropped`, a string or code object. It may raise."""
+        """Return the value in this process of `expression`, text or code that names objects in `Made.dropped`."""
         return eval(expression, {"L": {"self": model}, "G": self.function.fn.__globals__})
 
 

@@ -42,12 +42,12 @@ def span_of(state: ShardedModel) -> DeviceMesh:
 
 
 def inner_meshes(state: ShardedModel) -> dict[DeviceMesh, DeviceMesh]:
-    """Map the mesh of each parameter that forwards read as a DTensor to the inner mesh; see [Note: positions]."""
+    """Map meshes of parameters, such as (dp, tp), to the inner mesh over which forwards read DTensors, such as (tp)."""
     return {mesh: inner.mesh for sharded, mesh in meshes_of(state) if (inner := sharded.layout.inner) is not None}
 
 
 def positions_of(state: ShardedModel) -> dict[int, str]:
-    """Return each rank's coordinates in the inner meshes, such as "tp 1"; see [Note: positions]."""
+    """Return each rank's coordinates in the inner meshes, those of tensor or expert parallelism, such as "tp 1"."""
     positions: dict[int, dict[str, int]] = {rank: {} for rank in span_of(state).mesh.flatten().tolist()}
     for mesh, inner in inner_meshes(state).items():
         for rank, place in zip(mesh.mesh.flatten().tolist(), itertools.product(*map(range, mesh.shape)), strict=True):
@@ -99,8 +99,8 @@ def with_places(code: str, groups: Groups) -> str:
         op = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
         if isinstance(call, ast.Call) and op.startswith(COLLECTIVES) and ".wait_tensor" not in op:
             group = ast.literal_eval(call.args[-1])
-            if group not in groups:
-                raise RuntimeError(f"a collective is over process group {group!r}, which no parameter's mesh has")
+            if group not in groups:  # `program.make` adds the remedy
+                raise RuntimeError(f"the code has a collective over group {group!r}, which no parameter's mesh has")
             text = str(ast.get_source_segment(code, call))
             saved = saved.replace(text, text.replace(repr(group), repr(groups[group])))
     return saved

@@ -93,8 +93,8 @@ def take_kernels(entry: Any, groups: Groups) -> dict[str, bytes]:
             owner, _, kind = ast.unparse(call.func).rpartition(".")
             if owner != "async_compile":
                 continue
-            if kind not in KNOWN:
-                raise RuntimeError(f"Inductor made kernels by {kind!r}, and a file holds only C++ and Triton kernels")
+            if kind not in KNOWN:  # `program.make` adds the remedy
+                raise RuntimeError(f"Inductor compiled kernels by {kind!r}; a file holds only C++ and Triton kernels")
             if kind == "cpp_pybinding":
                 argument_types, source = map(ast.literal_eval, call.args)
                 kernel = CppPythonBindingsCodeCache.load_pybinding(argument_types, source)

@@ -166,7 +166,8 @@ class FromFile:
         around_make: Callable[[], AbstractContextManager[None]] = nullcontext,
         shared: _Shared | None = None,
     ):
-        """See `compile`. This rank makes the file inside of `around_make()`. The blocks of one model share `shared`."""
+        """See `compile`. This rank makes the file in the context `around_make()`: DeepSpeed's hides attributes that
+        cannot be pickled. All blocks of a model have the same `shared`."""
         state_of(model)
         check_artifact(settings, mode)
         self.model = weakref.ref(model)
@@ -240,7 +241,7 @@ class FromFile:
         return program
 
     def decide(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """At the first call, load the file, make it, or decide to compile; see [Note: decided together]. Collective."""
+        """Load the file, make a new one, or compile without one; see [Note: decided together]. A collective call."""
         state, shared = state_of(model), self.shared
         if shared.mesh is None:
             shared.mesh, shared.position = span_of(state), positions_of(state)[dist.get_rank()]

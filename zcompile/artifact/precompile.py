@@ -92,13 +92,13 @@ def compiled_by_another_process(arguments: argparse.Namespace, rank: int, earlie
 
 
 def precompile(arguments: argparse.Namespace, earlier: Artifact | None) -> tuple[bytes, list[int]]:
-    """Compile the user's training program for ranks at the tensor parallel coordinates of `--rank` (default 0).
+    """Compile the user's training program for all ranks with the tensor parallel coordinates of `--rank` (default 0).
 
     Args:
         earlier: an older artifact, whose code is kept for graphs that did not change.
 
     Returns:
-        The bytes of the file, and the first rank at each tensor parallel coordinate.
+        The bytes of a file for these ranks, and the ranks that must compile: the first at each of all coordinates.
 
     Raises:
         BadInput: the program's file, its `build` function, or the results of this function are wrong.

@@ -183,7 +183,9 @@ def find(artifact: Artifact, position: str, call: Mapping[str, str]) -> tuple[Ma
     ]
     if not found:
         has = sorted({program["position"] or "all ranks" for program in artifact.facts["programs"]})
-        raise ArtifactError(f"the file is for {' and '.join(has)}, not for {position or 'all ranks'}. Make it anew.")
+        raise ArtifactError(
+            f"the file is for {' and '.join(has)} of the mesh, not for {position or 'all ranks'}. Delete it, and rerun."
+        )
     return min(found, key=lambda each: len(each[1]))
 
 
@@ -192,7 +194,7 @@ def first_line(error: Exception) -> str:
 
 
 def _functions(made: aot.Made, model: nn.Module) -> list[tuple[str, str, bool]]:
-    """Return (expression, `_identity`, whether calls compare it) for each function and group in `Made.dropped`."""
+    """List the objects in `Made.dropped`: (Python expression, `_identity`, whether each call must find this object)."""
     groups = groups_of(model)
     loaded = aot.Loaded(made.program, made.objects, made.code, groups)
     found: dict[str, tuple[str, str, bool]] = {}
@@ -261,9 +263,9 @@ class Program:
             try:
                 value = self.loaded.look_up(expression, model)
             except Exception as error:
-                raise ArtifactError(f"zcompile: {name} needs {expression}, not found here: {error!r}.") from None
+                raise ArtifactError(f"zcompile: {name} needs {expression}: {error!r}. Delete it, and rerun.") from None
             if _identity(value, groups) != identity:
-                raise ArtifactError(f"zcompile: {name} was made with another {expression}: {identity}. Make it anew.")
+                raise ArtifactError(f"zcompile: {expression} is no longer {identity}. Delete {name}, and rerun.")
             if is_watched:
                 watched.append(expression)
                 found.append(value)
