@@ -105,7 +105,7 @@ def test_what_distribute_does_not_do_is_refused(rank, world):
         "fsdp_plan is for FSDP2": ({"fsdp_size": 4, "fsdp_plan": {"lm_head": "free_full_weight"}}, {}),
         "fsdp_mixed_precision is for FSDP2": ({"fsdp_size": 4, "fsdp_mixed_precision": True}, {}),
         "pipeline parallelism is not supported": ({"pp_size": 4}, {}),
-        "mesh follows from distributed_config": ({"fsdp_size": 4}, {"mesh": None}),
+        "distributed_config sets mesh": ({"fsdp_size": 4}, {"mesh": None}),
         "has no `ep_plan`": ({"fsdp_size": 4, "ep_size": 2}, {}),
     }
     for text, (sizes, options) in refused.items():

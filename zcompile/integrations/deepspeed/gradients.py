@@ -10,7 +10,6 @@ from zcompile.state.sharded_model import ShardedModel
 
 
 def add(before: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
-    """Add `grad` in place to `before`, the gradient accumulated so far (None: zero). Return the sum."""
     return grad if before is None else before.add_(grad)
 
 

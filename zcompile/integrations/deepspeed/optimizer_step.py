@@ -135,7 +135,7 @@ class LeanStep:
         is_late = getattr(optimizer, "_epilogue_ran_this_backward", False)
         if optimizer.micro_step_id == 0 and not is_late:
             optimizer.averaged_gradients = {}  # drops gradients of a step that was skipped
-        # One backward may give a parameter two gradients: the one that only other ranks computed comes at its end.
+        # A backward gives a parameter two gradients if this rank used it in one call, and only other ranks in another.
         backward = torch._C._current_graph_task_id()
         same_backward = self.last_backward.get(ds_id, -1) == backward != -1
         self.last_backward[ds_id] = backward
@@ -174,7 +174,10 @@ class LeanStep:
         scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
         if self.link is not None:
             if step_hooks or scaler:
-                raise RuntimeError("offloaded states cannot step on the device with step hooks or a gradient scaler")
+                raise RuntimeError(
+                    "zcompile cannot step offloaded states of an optimizer with "
+                    f"{'step hooks' if step_hooks else 'a gradient scaler'}. Remove these, or offload_optimizer"
+                )
             return HostSubGroup(flat, lengths, optimizer.fp16_partitioned_groups_flat[sub_group], self.link)
         if not _is_elementwise(inner) or step_hooks or scaler or not inner.state.get(flat):
             return None
@@ -199,7 +202,7 @@ class LeanStep:
         torch.distributed.all_reduce(squares, group=optimizer.dp_process_group)
         norms = torch.where(squares.isfinite(), squares.sqrt(), -1.0).cpu()
         if -1.0 in norms.tolist():
-            # DeepSpeed (since 0.19, or in fp16) skips this step, so no update will drop these.
+            # DeepSpeed (since 0.19) skips this step. So drop here the gradients that its updates would drop.
             self.forget_step()
             self.gradients.clear()
         return list(norms)
@@ -256,13 +259,13 @@ class LeanStep:
     # --- Replacements of methods that users call between steps ---
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Call DeepSpeed's method, and drop the gradients. A running step holds its own in `averaged_gradients`."""
+        """Call DeepSpeed's method, and empty `gradients`. A running step reads `averaged_gradients` instead."""
         self.originals["zero_grad"](*args, **kwargs)
         if self.cached_gradients is not None:
             self.cached_gradients.clear()
 
     def edit(self, name: str, value: torch.Tensor, parameter: ZeroParameter) -> None:
-        """Call DeepSpeed's method `name`, which changes a gradient, and increment the gradient's version."""
+        """Call DeepSpeed's method `name`, which changes a gradient. The new version makes `square` sum it up anew."""
         self.originals[name](value, parameter)
         if self.cached_gradients is not None and parameter.requires_grad:
             torch.autograd.graph.increment_version(self.cached_gradients[parameter.ds_id])

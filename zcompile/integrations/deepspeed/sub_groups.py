@@ -38,8 +38,8 @@ class SubGroup:
         """Step with the gradients in `batches`.
 
         Args:
-            inner: the optimizer inside of DeepSpeed's. It holds the views and their states only while it steps: so
-                checkpoints have the flat states, and loading or offloading replaces all states.
+            inner: the optimizer inside of DeepSpeed's. It holds the views and their states only in this call. Otherwise
+                it holds the flat states, which DeepSpeed saves, loads and offloads.
             param_group: index in `inner.param_groups` of the group that the sub-group belongs to.
             batches: lists of gradients, in the order of the parameters; `inner` steps once for each list.
         """

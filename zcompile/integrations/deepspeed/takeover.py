@@ -134,7 +134,7 @@ class Takeover:
         if not microbatch_cache_bytes or engine.gradient_accumulation_steps() == 1:
             return
         first = engine.micro_steps % engine.gradient_accumulation_steps() == 0
-        # `step` counts `micro_steps`. A program that marks the last microbatch itself may call it only after that one.
+        # If the program marks the last microbatch, it may call `step` only then, and `micro_steps` counts these calls.
         marks_last = getattr(engine, "_is_gradient_accumulation_boundary", None) is not None
         if first and state.microbatches.accumulates and not marks_last:
             end_accumulating(state)
@@ -224,14 +224,14 @@ class Takeover:
         order_blocks(state, blocks)
 
     def add(self, state: ShardedModel, name: str, module: nn.Module, attribute: str, parameter: ZeroParameter) -> None:
-        """Add `parameter`, the ZeRO-3 parameter `module.attribute`, to `state`."""
+        """Add `parameter`, the ZeRO-3 parameter `module.attribute`, to `state`. If this fails, DeepSpeed trains."""
         known = self.partitions.get(parameter.ds_id)
         if known is not None:  # tied
             known.add_owner(module, attribute, known.leaf)
             return
         ranks_of = torch.distributed.get_process_group_ranks
         if ranks_of(parameter.ds_process_group) != ranks_of(self.engine.optimizer.dp_process_group):
-            raise RuntimeError(f"parameter '{name}' is partitioned over ranks of its own, as under expert parallelism")
+            raise RuntimeError(f"'{name}' has a process group of its own, and expert parallelism is not supported")
         self.partitions[parameter.ds_id] = add_partition(
             state, name, parameter, (module, attribute), self.accept, self.in_int8
         )

@@ -43,8 +43,9 @@ def settings_of(plugin: FullyShardedDataParallelPlugin, mixed_precision: str) ->
     }
     if names := [name for name, is_set in refused.items() if is_set]:
         raise ValueError(
-            f"zcompile: Accelerator does not support {', '.join(names)} of fsdp_plugin. Leave it out. For activation "
-            "checkpointing, call model.gradient_checkpointing_enable(). For other options, call zcompile.shard before."
+            f"zcompile: Accelerator does not support {', '.join(names)} of fsdp_plugin. Leave them out. For "
+            "activation checkpointing, call model.gradient_checkpointing_enable(). For ignored modules, call "
+            "zcompile.shard(model, ignored_params=...) before Accelerator.prepare or Trainer.train."
         )
     if mixed_precision != "no":
         plugin.set_mixed_precision(mixed_precision)  # sets a policy if there is none, as accelerate does on GPUs
@@ -127,8 +128,8 @@ def refuse_settings(accelerator: Accelerator) -> None:
         raise ValueError(
             f"zcompile: this program also asks accelerate for {kind.value} {rank}, but zcompile shards the "
             "model. Take fsdp, deepspeed and megatron_lm out of the program's arguments and of the file of "
-            "`accelerate config`. For a DeepSpeed config, set its zcompile block instead and use accelerate's own "
-            "Accelerator."
+            "`accelerate config`. To train by DeepSpeed and zcompile, use accelerate's own Accelerator, with a "
+            "zcompile block in the DeepSpeed config."
         )
     if accelerator.parallelism_config is not None:
         raise ValueError(

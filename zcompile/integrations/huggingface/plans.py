@@ -69,7 +69,7 @@ def _check(config: DistributedConfig, options: dict[str, Any]) -> None:
         raise ValueError(f"{where} pp_size={config.pp_size}: pipeline parallelism is not supported.")
     for name in ("mesh", "shard_placement_fn", "gradient_divide_factor"):
         if name in options:
-            raise ValueError(f"{where} {name} follows from distributed_config. Leave it out, or call zcompile.shard.")
+            raise ValueError(f"{where} distributed_config sets {name}. Omit {name}, or call zcompile.shard instead.")
 
 
 def _plans(model: PreTrainedModel, config: DistributedConfig) -> tuple[dict[str, str], dict[str, str]]:

@@ -58,7 +58,6 @@ class TrainerMixin(_Base):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Shard the model if it is not sharded yet, then run Trainer's method."""
         self.accelerator.shard_once(cast(nn.Module, self.model))
         return super().evaluation_loop(*args, **kwargs)
 
