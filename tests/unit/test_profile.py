@@ -94,7 +94,7 @@ def build():
         (["--model", "7b", "--ranks", "1"], "take more ranks or a smaller model"),
         (["--module", f"{__file__}:build", "--checkpointing"], "--checkpointing cannot be used"),
         (["--module", f"{__file__}:build", "--batch", "4"], "--batch and --tokens cannot be used"),
-        (["--module", "Makefile:build"], "is none"),
+        (["--module", "Makefile:build"], "takes a Python file (.py), not Makefile"),
         (["--model", "FOLDER/t5"], "is no causal language model"),
         (["--model", "FOLDER/llama", "--tokens", "65"], "--tokens 65 is more than the 64 positions"),
     ],

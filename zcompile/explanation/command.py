@@ -52,7 +52,7 @@ def _numbers(name: str, text: str) -> list[int]:
 
 
 def _tables(name: str) -> tuple[Hardware, Hardware]:
-    """Return rates for plans and for predictions, from the shipped table `name` or a file by `zcompile calibrate`."""
+    """Return rates for plans, the same as in training, and for predictions, which take all values of a calibration."""
     if name in TABLES:
         return TABLES[name], TABLES[name]
     try:
@@ -178,7 +178,8 @@ class _Predictions:
         return (settings or parse_options(self.options)).plan(link, self.hardware.memory_bytes)
 
     def graphs_of(self, plan: Plan) -> tuple[list[Traced], int]:
-        """Return the result of `_traced`, cached for one rank and for several; if memory is limited, for each link."""
+        """Return a cached result of `_traced`, which is the same for all numbers of ranks above 1."""
+        # With a memory limit, what backward recomputes depends on the whole link: machine, transport and ranks.
         kind = plan.link if self.arguments.memory_limit else plan.link.world == 1
         if kind not in self.traced:
             self.traced[kind] = _traced(self.arguments, plan)

@@ -36,8 +36,8 @@ class Explanation:
     gradient_bytes: int  # of this rank's gradients at the optimizer's step, which `static_bytes` does not contain
     adding_ms: float  # predicted milliseconds to add one microbatch's gradients to the earlier ones
     rests_on: str  # the origin of the machine's rates, such as `zcompile calibrate`
-    # The same graphs inside of `zcompile.accumulate`, where parameters that an earlier graph of the step gathered may
-    # still be unsharded. Empty if no parameter stays unsharded.
+    # `graphs` as they run in `zcompile.accumulate` when the microbatch cache is full: in backwards, and in forwards of
+    # all microbatches but the first. Empty if no parameter stays unsharded.
     cached_graphs: tuple[PlannedGraph, ...]
     cached_bytes: int  # bytes of the parameters that stay unsharded between the microbatches of `zcompile.accumulate`
     activation_memory_budget: float = 1.0  # the option of this name: the share of activations that forwards save
@@ -45,7 +45,7 @@ class Explanation:
     widths: tuple[Width, ...] = ()
     # Segments of forwards, such as half of a decoder layer, that backwards recompute to keep to `memory_limit`.
     recomputed_segments: int = 0
-    # On a mesh (host, gpu), milliseconds that a step waits for transfers over hosts outside of graphs.
+    # On a mesh (host, gpu): milliseconds beyond `graphs` that a step waits for host shards and sums of gradients.
     over_hosts_ms: float = 0.0
 
     @property

@@ -27,7 +27,7 @@ def step_of(explained: Explanation, microbatches: int) -> PlannedStep:
     If `explained.cached_graphs` is not empty, the step runs in `zcompile.accumulate`. Otherwise, an extra op adds up
     gradients after each backward but the first.
     """
-    # Of earlier microbatches' gradients, which are no longer in the transport's memory.
+    # All bytes of earlier microbatches' gradients. With p2p, half of the last one's is in copies of shards.
     earlier_bytes = GRADIENT_BYTES * -(-explained.parameters // explained.world)
     caches = microbatches > 1 and bool(explained.cached_graphs)
     peak_bytes = explained.gradient_bytes if microbatches == 1 else earlier_bytes  # in the optimizer's step

@@ -44,8 +44,8 @@ class HuggingFace(nn.Module):
             self.model.gradient_checkpointing_enable()
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the mean next-token loss of `tokens`, int64 [batch, tokens + 1]. The last token is left out."""
-        tokens = tokens[:, :-1]
+        """Return the mean next-token loss of `tokens`, int64 [batch, tokens + 1], without the last token."""
+        tokens = tokens[:, :-1]  # as many inputs as `Llama` has; the model shifts labels, so it has one label fewer
         return self.model(input_ids=tokens, labels=tokens).loss
 
 
@@ -133,7 +133,7 @@ def import_alone(file: Path) -> ModuleType:
     """Return the Python module of `file`, imported under a name of its own."""
     specification = importlib.util.spec_from_file_location(f"zcompile_profiled_{file.stem}", file)
     if specification is None or specification.loader is None:
-        raise BadInput(f"--module takes a Python file, and {file} is none")
+        raise BadInput(f"--module takes a Python file (.py), not {file}")
     loaded = importlib.util.module_from_spec(specification)
     sys.modules[specification.name] = loaded  # where pickle and dataclasses look
     sys.path.insert(0, str(file.resolve().parent))  # as `python file.py` does

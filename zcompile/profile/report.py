@@ -23,7 +23,7 @@ def absent(results: Results) -> dict[str, str]:
 
 
 def predictions(results: Results) -> list[str]:
-    """Return sentences: what plans predicted and what was measured, engines that wait for the CPU, their settings."""
+    """Return sentences on engines: predicted and measured steps, waits for the host, settings, missing values."""
     sentences = []
     for name, engine in finished(results).items():
         if plan := engine.get("plan"):

@@ -226,7 +226,7 @@ class Run:
 
 
 def pinned_bytes() -> int:
-    """Return the most bytes of pinned host memory that torch has held in this process, which rounds sizes up."""
+    """Return the most bytes of pinned host memory that torch has held in this process. Torch rounds sizes up."""
     return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
 
 
