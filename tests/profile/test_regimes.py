@@ -16,14 +16,13 @@ PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks/regimes.py"
 main = function_of(f"{PROGRAM}:main")
 regimes = sys.modules[main.__module__]
 FIRST, SECOND = "dense-tiny/64/1/off", "dense-tiny/128/1/off"
-TWO = ["--tiny", "--cells", "dense-tiny/*/1/off"]
 cells_in = lambda file: json.loads(file.read_text()) if file.exists() else {}
 
 
 @pytest.mark.slow
 def test_a_grid_goes_on_where_it_was_interrupted(tmp_path, capsys):
     file = tmp_path / "results.json"
-    arguments = [*TWO, "--engines", "eager", "--results", str(file)]
+    arguments = ["--tiny", "--cells", "dense-tiny/*/1/off", "--engines", "eager", "--results", str(file)]
     short = ["--", "--steps", "3", "--warmup", "1"]
     program = subprocess.Popen([sys.executable, PROGRAM, *arguments, *short], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + scaled(90)

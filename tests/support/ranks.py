@@ -23,9 +23,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch._inductor import config as inductor_config
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import _collective_utils, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.support.time_limits import scaled
+from zcompile.sharding import class_swap
 
 TIMEOUT_SECONDS = 180  # on a quiet machine
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -163,6 +165,8 @@ def _serve(rank: int, world: int, backend: str, port: int, pipe, environment: di
     _, store = distributed_c10d._world.pg_map[dist.group.WORLD]
     settings = inductor_config.get_config_copy()
     for number in itertools.count():
+        gc.collect()  # also closes groups
+        gc.freeze()  # else a collection looks at torch's objects for 0.3 s; DeepSpeed asks for many collections
         try:
             module, name, args = pipe.recv()
         except EOFError:
@@ -170,9 +174,6 @@ def _serve(rank: int, world: int, backend: str, port: int, pipe, environment: di
         torch.manual_seed(0)
         try:
             function = importlib.import_module(module)
-            gc.collect()
-            # Else each collection would look at torch's objects for 0.3 s. DeepSpeed asks for many collections.
-            gc.freeze()
             for part in name.split("."):
                 function = getattr(function, part)
             answer = True, function(rank, world, *args)
@@ -202,6 +203,10 @@ def _close_groups(store) -> None:
     Names of closed groups come again, so later groups look in `store`, not at old addresses. DTensor caches results of
     ops by mesh, for each thread, of which autograd has one of its own for a GPU."""
     _clear_sharding_prop_cache()
+    class_swap._sharded_class.cache_clear()  # holds meshes, and so their groups, as the next caches do
+    _redistribute._planner_cache.clear()
+    _redistribute._gen_transform_infos.cache_clear()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
     if dist.get_backend() == "nccl":
         leaf = torch.zeros((), device="cuda", requires_grad=True)
         leaf.register_hook(lambda _: _clear_sharding_prop_cache())

@@ -61,11 +61,9 @@ def test_a_machine_that_runs_unevenly_is_told_of_and_its_plans_stay():
     assert "varied" not in tables_of(H200, even)[1].source
 
 
-NEAR = {"bytes_s": 1.2 * H200.bytes_s, "kernel_s": 0.8 * H200.kernel_s, "matmul_flops_s": (("bfloat16", 600e12),)}
-
-
 def test_predictions_go_by_all_that_was_measured_where_plans_keep_their_table():
-    planned, predicted = tables_of(H200, measured(**NEAR, adam_bytes_s=1e12))
+    near = {"bytes_s": 1.2 * H200.bytes_s, "kernel_s": 0.8 * H200.kernel_s, "matmul_flops_s": (("bfloat16", 600e12),)}
+    planned, predicted = tables_of(H200, measured(**near, adam_bytes_s=1e12))
     assert planned is H200 and predicted.adam_rate() == 1e12 and H200.adam_rate() == 3.5e12
     assert dict(predicted.matmul_flops_s)[torch.bfloat16] == 600e12
     assert predicted.bytes_s == pytest.approx(1.2 * H200.bytes_s, rel=0.02)  # figures have two digits

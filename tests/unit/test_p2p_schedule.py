@@ -216,7 +216,6 @@ def test_a_backward_that_gathers_is_remembered():
     assert staleness.is_gathered_in_backward(first) and not staleness.is_gathered_in_backward(second)
 
 
-RANKS = 3
 STEPS = 8
 
 
@@ -240,7 +239,7 @@ class Program:
         sizes = [generator.randrange(1, 9) * 512 for _ in range(generator.randrange(1, 12))]
         ends = list(itertools.accumulate(sizes))
         self.shards = list(zip([0, *ends], ends))
-        self.ranks = [Rank(_C.GradPlacement(self.shards, ends[-1])) for _ in range(RANKS)]
+        self.ranks = [Rank(_C.GradPlacement(self.shards, ends[-1])) for _ in range(3)]
         order = sorted(range(len(sizes)), key=lambda shard: -shard + generator.uniform(0, 3))  # about from the end
         self.actions = []
         for time, shard in enumerate(order):

@@ -181,9 +181,7 @@ def test_ranks_with_other_shards_plan_the_same():
     assert len({str(planned(backward_of(4, gradients, rank), plan)) for rank in ranks}) == 1
 
 
-COLLECTIVE = torch.ops._c10d_functional.all_to_all_single.default
-WAIT = torch.ops._c10d_functional.wait_tensor.default
-WEIGHT_BYTES = 256 * 256 * 4
+C10D = torch.ops._c10d_functional
 
 
 def planned_layers(rows, **settings):
@@ -201,8 +199,8 @@ def planned_layers(rows, **settings):
         value = ops.insert(graph, output, ops.aten.mm.default, value, weight, like=output)
         if i < 2:
             like = {"like": output, "fake": value.meta["val"]}
-            value = ops.insert(graph, output, COLLECTIVE, value, [rows], [rows], "0", **like)
-            value = ops.insert(graph, output, WAIT, value, **like)
+            value = ops.insert(graph, output, C10D.all_to_all_single.default, value, [rows], [rows], "0", **like)
+            value = ops.insert(graph, output, C10D.wait_tensor.default, value, **like)
     output.args = ((value,),)
     plan = Settings(bucket_bytes=0, **settings).plan(H200.over("nccl", 8), 80 << 30)
     pipeline.run_passes(graph, pipeline.schedule_passes(plan))
@@ -222,7 +220,7 @@ def test_the_order_does_not_follow_from_the_rows_of_a_rank(rows):
 
 
 def test_no_more_than_a_quarter_of_the_budget_crosses_a_collective():
-    assert order(planned_layers(64, gather_budget_bytes=4 * WEIGHT_BYTES)) == ["0", "1", "c", "2", "c", "3"]
+    assert order(planned_layers(64, gather_budget_bytes=4 * 256 * 256 * 4)) == ["0", "1", "c", "2", "c", "3"]
 
 
 def test_without_the_pass_gathers_stay_behind_the_collective_before_their_reader():
