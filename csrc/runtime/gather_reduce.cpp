@@ -135,8 +135,7 @@ Unsharded make_unsharded(const ParamState& param, at::ScalarType dtype, bool onl
 // tensors and of dimensions of size 1, and a tensor with such strides cannot be viewed as bytes.
 at::Tensor as_flat(const at::Tensor& tensor) { return tensor.contiguous().as_strided({tensor.numel()}, {1}); }
 
-// Returns `grad`, flat, in the dtype in which it is transferred.
-at::Tensor as_wire(const Transport& transport, const ParamState& param, const at::Tensor& grad) {
+void check_gradient(const ParamState& param, const at::Tensor& grad) {
   TORCH_CHECK(
       grad.sizes() == at::IntArrayRef(param.shape), "zcompile::reduce: the gradient of '", param.name, "' has shape ",
       grad.sizes(), ", but the parameter has shape ", at::IntArrayRef(param.shape), ", on rank ",
@@ -147,6 +146,10 @@ at::Tensor as_wire(const Transport& transport, const ParamState& param, const at
       param.shard.element_size() > 1, "zcompile::reduce: the parameter '", param.name, "' has dtype ",
       param.shard.scalar_type(), " on rank ", param.model->global_rank(),
       ", which cannot have gradients: set its requires_grad to False");
+}
+
+// Returns `grad`, flat, in the dtype in which it is transferred.
+at::Tensor as_wire(const Transport& transport, const ParamState& param, const at::Tensor& grad) {
   return as_flat(grad.to(transport.wire_dtype(param, grad.scalar_type())));
 }
 
@@ -294,7 +297,10 @@ std::vector<at::Tensor> reduce_start(c10::ArrayRef<ParamState*> params, at::Tens
   const OneThread guard(params.front()->name, model.global_rank());
   const auto transport = model.transport();
   std::vector<at::Tensor> wires, results;
-  for (const auto* param : params) refuse_split_backward(model, *param);
+  for (size_t i = 0; i < params.size(); ++i) {
+    refuse_split_backward(model, *params[i]);
+    check_gradient(*params[i], grads[i]);
+  }
   if (model.defers_reduces()) {
     for (size_t i = 0; i < params.size(); ++i) results.push_back(defer_reduce(model, params[i], grads[i]));
     return results;

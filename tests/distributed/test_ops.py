@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from tests.support.meshes import short_mesh
 from tests.support.ranks import on_ranks, slow_case
-from tests.support.sharded_ops import mean_in_order, ops, own_piece, rank_squares_of_reduces, shards
+from tests.support.sharded_ops import mean_in_order, ops, own_piece, rank_squares_of_reduces, shards, state_of
 from tests.support.time_limits import scaled
 
 
@@ -136,11 +136,13 @@ def test_what_is_no_shard_or_has_another_shape_or_model_is_refused(rank, world):
         ops.gather(torch.zeros(3, 3), [5, 3], torch.float32)
     with pytest.raises(RuntimeError, match="no shard of a model in this process"):
         ops.reduce(torch.zeros(5, 3), torch.zeros(3, 3))
-    _, (leaf,) = shards(world, (5, 3))
+    model, (leaf,) = shards(world, (5, 3))
     with pytest.raises(RuntimeError, match=r"'p0' has shape \[5, 3\], but the op is for shape \[3, 5\]"):
         ops.gather(leaf, [3, 5], torch.float32)
-    with pytest.raises(RuntimeError, match="gradient of 'p0' has shape"):
-        ops.reduce(torch.zeros(4, 3), leaf)
+    for deferred in ("", "reduces"):
+        state_of(model).runtime.defer(deferred)
+        with pytest.raises(RuntimeError, match="gradient of 'p0' has shape"):
+            ops.reduce(torch.zeros(4, 3), leaf)
     _, (foreign,) = shards(world, (5, 3))
     with pytest.raises(RuntimeError, match="of two sharded models: a zcompile bug"):
         ops.gather_group_start([leaf.detach(), foreign.detach()], [5, 3, 5, 3], [2, 2], torch.float32)
