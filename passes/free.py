@@ -59,7 +59,7 @@ def free(graph: Graph) -> None:
 
 
 def _last_dgrads(dgrads: list[Node], gradients: set[Node]) -> dict[Node, Node]:
-    """Map each gradient to the last dgrad that reads it, or to a later dgrad if the results of both are summed."""
+    """Map each gradient to the dgrad after which its wgrads move: the last that reads it, or the last of that sum."""
     last_dgrad: dict[Node, Node] = {}
     sum_of = functools.cache(_sum_of)
     last: Node | None = None  # of the dgrads that are summed with `node`, the last in the graph

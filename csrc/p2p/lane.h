@@ -40,7 +40,7 @@ class Lane {
     std::chrono::steady_clock::duration since;
   };
   // Returns the oldest wait that has not ended, and how long it has been the oldest. Empty if there is none, or if the
-  // stream has not yet written the number of arrive() that precedes the wait.
+  // stream has not come to it: the number that arrive() enqueued before the wait is not yet written.
   std::optional<Overdue> oldest();
 
  private:

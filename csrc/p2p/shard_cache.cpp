@@ -227,7 +227,8 @@ void ShardCache::refresh() {
   has_begun_ = false;
 }
 
-// Allocates memory for gathered shards that have none. Gradients may be placed in the first such memory.
+// Allocates memory for gathered shards that have none. Gradients are placed in that of the first call only, because
+// CachedGrads plans places in one buffer.
 void ShardCache::make_room() {
   const bool is_first = memory_.buffers().empty();
   auto placed = memory_.place_new(staleness_);

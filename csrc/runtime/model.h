@@ -56,7 +56,8 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   // `forbid`: makes gathers of the parameter throw, because modules hold it unsharded inside of zcompile.unshard.
   void forbid_gathers(int64_t index, bool forbid) { state(index).is_whole = forbid; }
   // `name`: "c10d"; "p2p" (a collective call); "p2p in step", with a barrier before transfers of two ranks too;
-  // "loopback"; or, for tests, one of these after "late " or "delayed ". Throws ValueError if this build lacks it.
+  // "loopback"; or, for tests, "late " or "delayed " (see transport/testing.cpp) and one of these. Throws ValueError if
+  // this build lacks it.
   void use_transport(const std::string& name, const P2pSettings& settings = {});
 
   void prepare_for_graphs();  // calls Transport::prepare_for_graphs of the current transport, and of each later one

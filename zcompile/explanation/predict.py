@@ -120,7 +120,7 @@ def _widths(graphs: Sequence[PlannedGraph], link: Link, in_eager: Iterable[Width
 
 
 def _cached(graphs: Sequence[PlannedGraph], microbatch_cache_bytes: int) -> dict[Key, int]:
-    """Return (name, dtype) -> bytes of parameters that stay unsharded between microbatches: the first read that fit."""
+    """Return (name, dtype) -> bytes of parameters kept for the next microbatch: in order of reads, those that fit."""
     cached: dict[Key, int] = {}
     for graph, _ in in_order(graphs):
         for gather in sorted(graph.gathers, key=lambda gather: gather.arrives):
@@ -142,7 +142,7 @@ def _planned(
     least_s = least_exposed_s(graph, costs, hits)
     lifetimes = ParamLifetimes(graph)
     shards = _shards(graph, names)
-    # Inside of `zcompile.accumulate`, later microbatches need the shards, so gradients have memory of their own.
+    # Inside of `zcompile.accumulate`, later microbatches read the cached shards, so gradients cannot use their memory.
     fraction = gradient_fraction(link) if cached is None else 1.0
     keeps_sums = link.hosts is not None and link.hosts.sums_once
     scale = fraction * traced_world / (link.world if keeps_sums else link.state_ranks)

@@ -54,7 +54,8 @@ def segments(graph: Graph, shards: Collection[Node]) -> list[Segment]:
 
 
 def _is_cut(alive: Set[Node], cut: Set[Node] | None, nodes: Collection[Node], made_bytes: int) -> bool:
-    """Whether `alive`, the activations alive after `nodes`, is a cut. `cut`: the last one; `made_bytes`: of `nodes`."""
+    """Whether `alive`, the activations alive after `nodes`, is a cut: from `cut`, the last one, backward can recompute
+    `nodes`, whose results take `made_bytes`, and saving `alive` instead takes far less."""
     if not all(map(_is_tensor, alive)) or not any(node.meta["val"].ndim for node in alive):
         return False
     if cut is None:

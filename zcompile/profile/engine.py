@@ -56,7 +56,7 @@ class Engine:
         return torch.optim.AdamW(parameters, lr=self.training.learning_rate, fused=True)
 
     def ran_with(self) -> list[str]:
-        """Return lines for the report: the engine's settings, and its counts over the steps so far."""
+        """Return lines for the report: the engine's settings. Subclasses add counts over the steps that have run."""
         return self.settings
 
     def step(self, batches: list[Any]) -> torch.Tensor:

@@ -375,7 +375,7 @@ def _is_gathered_alone(module: Any, name: str) -> bool:
     """Whether a read of parameter `name` by eager code must gather this parameter alone.
 
     If not, the parameter's block is now gathered, or the read needs no gather. If so, the parameter is in a unit that
-    is not being called, or another tensor replaces a parameter of the block.
+    is not being called, or in a block that did not open, because another tensor replaces one of its parameters.
     """
     is_sharded = module.__dict__[TABLE][name] is module.__dict__[SHARDED + name].parameter
     return is_sharded and is_in_forward() and not open_for_read(module)

@@ -49,7 +49,7 @@ class UnreducedParameters:
         return {name: each for name, each in own if each.requires_grad and not hasattr(each, UNIT)}
 
     def warn(self) -> None:
-        """Warn of the parameters whose gradients are not reduced, by their names."""
+        """Warn, once."""
         if self.warned:
             return
         self.warned = True

@@ -67,7 +67,7 @@ def is_transformed() -> bool:
 
 
 def announces() -> bool:
-    """Whether a forward that begins now is passed to `announce`; see `announcing`."""
+    """Whether a forward that begins now first calls the function that `announcing` got."""
     return _thread.forwards == _thread.announced_depth
 
 

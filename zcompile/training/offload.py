@@ -50,7 +50,7 @@ Step = Callable[[Sequence[int], Sequence[int], Tensors], None]
 
 
 class HostStates(defaultdict[torch.Tensor, dict[str, Any]]):
-    """The class of `optimizer.state`. Reads first block until the last step has copied all moments to host memory."""
+    """The class of `optimizer.state`. A read waits until the latest step has copied its moments to host memory."""
 
     def __init__(self, offloads: "list[Offload]", states: Any):
         super().__init__(dict, states)
@@ -114,7 +114,7 @@ class Offload:
         optimizer.state = HostStates(self.offloads, optimizer.state)
 
     def find_parameters(self) -> dict[int, str]:
-        """Set `self.parameters` to {id of a parameter: its name} for all parameters of the model, and return it."""
+        """Set and return `self.parameters`."""
         state = self.model()
         models = [] if state is None else models_of(state)
         found = (sharded for each in models for sharded in each.parameters.values())

@@ -85,7 +85,7 @@ def _caller_of(root: nn.Module, path: str) -> nn.Module | None:
 
 
 def order_units(state: ShardedModel, units: Sequence[Unit]) -> None:
-    """Make the `UnitOrder` of `units`. A unit and the prefetched next one may use 1/16 of the device's memory."""
+    """Make the `UnitOrder` of `units`. A unit is prefetched if it and the one before fit in 1/16 of device memory."""
     if state.units is not None:
         order = UnitOrder(units, state.mesh, state.machine.memory_bytes // 16)
         state.unit_order = state.units.unit_order = order

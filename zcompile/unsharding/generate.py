@@ -78,7 +78,7 @@ class Generation:
         hooks = any(each.extension is not None for each in self.state.parameters.values())
         self.needs_forwards = bool(self.state.others) or self.state.units is not None or hooks
         self.recordings: dict[int, Recording] = {}  # module number -> gathers of its last forward
-        self.last = 0  # number of the module whose forward was last announced
+        self.last = 0  # number of the module with which `announce` was last called
         self.is_over = False  # whether an exchange of numbers raised, so that all ranks raise
 
     def run(self, generate: Callable[[], Any]) -> Any:
@@ -104,7 +104,7 @@ class Generation:
         self.state.runtime.record_gathers()
 
     def keep_recording(self) -> None:
-        """Store the gathers that were recorded since the last announced forward began."""
+        """Store the gathers of the forward before which `announce` was last called."""
         if self.last:
             self.recordings[self.last] = self.state.runtime.stop_recording()
         self.last = 0

@@ -14,7 +14,7 @@ KERNEL = "triton:"  # how the names of Triton kernels begin
 
 
 class Registered(NamedTuple):
-    """A user's formula for one op or Triton kernel, and its version."""
+    """A formula that a user registered, and its version."""
 
     function: Formula
     version: str

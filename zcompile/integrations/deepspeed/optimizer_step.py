@@ -208,7 +208,7 @@ class LeanStep:
         return list(norms)
 
     def prepare_fp32_grad_for_sub_group(self, sub_group: int) -> None:
-        """Move a sub-group's gradients to `pending`. If it must step as one flat parameter, DeepSpeed flattens them."""
+        """Move a sub-group's gradients to `pending`. If `cut` does not split it, DeepSpeed flattens them."""
         optimizer = self.optimizer
         try:
             self.current = self.sub_groups.pop(sub_group) if sub_group in self.sub_groups else self.cut(sub_group)
