@@ -58,7 +58,6 @@ def _compiles_unsharded(task, kind, inner):
 
 @pytest.fixture(scope="module")
 def two_ranks(ranks):
-    """On DEVICE."""
     if DEVICE == "cpu":
         yield ranks(2)
         return

@@ -15,6 +15,7 @@ import zcompile
 from tests.support.meshes import short_mesh
 from tests.support.models import Transformer, normal
 from tests.support.packed import Quantized
+from tests.support.parallel import mesh_of
 from tests.support.raising import raises
 from tests.support.ranks import on_ranks, slow_case
 from tests.support.reference import backward_beside, compiled, full, lm_loss, pair, same_grads, same_parameters, sgd
@@ -155,6 +156,17 @@ def test_a_loss_may_read_whole_parameters(rank, world, prepare, reduce, factor, 
         for microbatch in range(3):
             backward_beside(rank, world, model, reference, loss, microbatch, divisor=factor or 0)
     same_grads(model, reference)
+
+
+@pytest.mark.parametrize("world", [4])
+def test_whole_parameters_over_fewer_ranks_have_gradients_as_reads_in_forward(rank, world):
+    half = mesh_of("cpu", half=2, shard=2)["shard"]
+    place = lambda parameter: zcompile.Placement(mesh=half) if parameter.ndim == 2 else None
+    model = zcompile.shard(nn.Linear(4, 3), shard_placement_fn=place)
+    for loss in (lambda: model(torch.ones(4)), model.weight.full_tensor):
+        model.weight.grad = None
+        (loss() * (rank + 1)).sum().backward()
+        assert model.weight.grad.full_tensor().eq((3 if rank < 2 else 7) / 4).all()  # four ranks have batches
 
 
 def averaged(model):

@@ -126,7 +126,6 @@ EDITS = {  # (text, its replacement), further options, how the program is made
 
 
 def test_a_second_run_keeps_the_code_of_equal_graphs_alone(inductor_cache, tmp_path, capsys, monkeypatch):
-    """Eight compiles of a small model."""
     source, program, made = PROGRAM.replace("def build():", "def build(dp=2):"), tmp_path / "edited.py", {}
     for name, ((old, new), more, how) in {"first": (("", ""), (), "compiled"), **EDITS}.items():
         program.write_text(source.replace(old, new))

@@ -180,7 +180,6 @@ def test_frozen_parameters_cross_hosts_once(rank, world):
 
 @on_ranks(4)
 def test_forwards_read_the_values_that_were_written_to_parameters(rank, world):
-    """Those that the DTensors have."""
     for edit in EDITS_ON_CPUS.values():
         reference, model = ref.pair(Transformer, prepared("eager", 2, world))
         optimizer = ADAMW(model.parameters(), fused=True)

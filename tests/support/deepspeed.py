@@ -60,7 +60,6 @@ def largest_differences(curve, expected):
 
 
 def is_taken_over(engine):
-    """Whether zcompile runs `engine` now."""
     return engine.zcompile.state is not None
 
 

@@ -259,10 +259,6 @@ def test_an_op_that_writes_to_its_arguments_has_its_own_formula(clean_registry):
     takes(2 * (1 << 10) / 1e9, op, aten.add_.Tensor, other=y, _self_base_index=0, _all_bases=(x,), out=(None, x))
 
 
-def kernel_body(x, out, n):
-    """What a Triton kernel has in `fn`."""
-
-
 class Kernel:
     """A Triton kernel as torch.compile keeps it: an autotuner around a compiled function around a Python function."""
 
@@ -271,7 +267,7 @@ class Kernel:
 
 
 def test_a_triton_kernel_counts_its_tensors_or_what_was_registered(clean_registry):
-    kernel, x, out = Kernel(Kernel(kernel_body)), meta(4096), meta(4096)
+    kernel, x, out = Kernel(Kernel(lambda x, out, n: None)), meta(4096), meta(4096)
     kwargs = {
         "kernel_idx": kernel_side_table.add_kernel(kernel),
         "constant_args_idx": kernel_side_table.add_constant_args({"n": 4096}),

@@ -27,7 +27,7 @@ def read_given(module: nn.Module, name: str) -> torch.Tensor | None:
     if sharded.is_whole and isinstance(given, torch.Tensor) and given.shape == sharded.parameter.shape:
         unsharded = given
     elif layout_of(given) == layout_of(sharded.parameter) and sharded.layout.inner is None:
-        unsharded = _gather(given, sharded.state.scale_of_means)
+        unsharded = _gather(given, sharded.state.mean_scale)
     else:
         raise RuntimeError(
             f"zcompile: parameter '{sharded.name}' was replaced after zcompile.shard (rank {dist.get_rank()}) by "
