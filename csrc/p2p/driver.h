@@ -31,10 +31,10 @@ Function find_driver_function(const char* name) {
 
 #define ZCOMPILE_DRIVER(name) ZCOMPILE_DRIVER_FUNCTION(name, #name)
 
-#define ZCOMPILE_DRIVER_CHECK(name, ...)                                                                      \
-  do {                                                                                                        \
-    const CUresult result = ZCOMPILE_DRIVER_FUNCTION(name, #name)(__VA_ARGS__);                               \
-    TORCH_CHECK(                                                                                              \
-        result == CUDA_SUCCESS,                                                                               \
-        "zcompile: " #name " failed with driver error " + std::to_string(result) + ": use transport='nccl'"); \
+#define ZCOMPILE_DRIVER_CHECK(name, ...)                                                                   \
+  do {                                                                                                     \
+    const CUresult result = ZCOMPILE_DRIVER_FUNCTION(name, #name)(__VA_ARGS__);                            \
+    TORCH_CHECK(                                                                                           \
+        result == CUDA_SUCCESS, "zcompile: " #name " failed with driver error " + std::to_string(result) + \
+                                    ": compile with options={'transport': 'nccl'}");                       \
   } while (false)

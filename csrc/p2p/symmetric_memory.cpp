@@ -21,7 +21,7 @@ SymmetricBuffer::SymmetricBuffer(const std::string& group, c10::Device device, i
   C10_CUDA_CHECK(cudaStreamSynchronize(c10::cuda::getCurrentCUDAStream(device.index()).stream()));
   handle_ = symmetric::rendezvous(local_, group);  // ends with a barrier, so the memory of all ranks is zero now
   for (auto* base : handle_->get_buffer_ptrs()) {
-    TORCH_CHECK(base, "zcompile: a peer's GPU memory could not be mapped: use transport='nccl'");
+    TORCH_CHECK(base, "zcompile: a peer's GPU memory could not be mapped: compile with options={'transport': 'nccl'}");
     bases_.push_back(static_cast<char*>(base) + handle_->get_offset());
   }
 }

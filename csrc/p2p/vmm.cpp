@@ -44,7 +44,7 @@ Block::Block(c10::Device device, int64_t bytes, bool shared) : bytes_(bytes) {
   TORCH_CHECK(
       page_bytes % static_cast<int64_t>(granularity) == 0,
       "zcompile: " + device.str() + " maps memory in pieces of " + std::to_string(granularity) + " bytes, more than " +
-          std::to_string(page_bytes) + ", so p2p does not work on it: use transport='nccl'");
+          std::to_string(page_bytes) + ", so p2p does not work on it: compile with options={'transport': 'nccl'}");
   const auto create = [&] {
     return ZCOMPILE_DRIVER(cuMemCreate)(&handle_, static_cast<size_t>(bytes), &properties, 0ULL);
   };
@@ -56,10 +56,11 @@ Block::Block(c10::Device device, int64_t bytes, bool shared) : bytes_(bytes) {
   TORCH_CHECK_WITH(
       OutOfMemoryError, result != CUDA_ERROR_OUT_OF_MEMORY,
       "CUDA out of memory: zcompile's peer-to-peer transport asked for " + std::to_string(bytes) + " bytes on " +
-          device.str() + ". Free memory there, or use transport='nccl'.");
+          device.str() + ". Free memory there, or compile with options={'transport': 'nccl'}.");
   TORCH_CHECK(
       result == CUDA_SUCCESS, "zcompile: cuMemCreate of " + std::to_string(bytes) + " bytes failed on " + device.str() +
-                                  " with driver error " + std::to_string(result) + ": use transport='nccl'");
+                                  " with driver error " + std::to_string(result) +
+                                  ": compile with options={'transport': 'nccl'}");
 }
 
 Block::Block(int descriptor, int64_t bytes) : bytes_(bytes) {

@@ -24,7 +24,7 @@ namespace {
 void check(bool succeeded, const char* what) {
   TORCH_CHECK(
       succeeded, "zcompile: ", what, " failed while ranks shared GPU memory (p2p): ", std::strerror(errno),
-      ". Use transport='nccl'.");
+      ". Compile with options={'transport': 'nccl'}.");
 }
 
 // Repeats a system call that a signal has interrupted. If the call has a timeout, this happens even with SA_RESTART.
@@ -186,7 +186,8 @@ void DescriptorSockets::connect(std::vector<Peer> peers) {
         "zcompile: rank " + std::to_string(rank) + " is process " + std::to_string(peer.process) +
             ", but its socket belongs to process " + std::to_string(other.pid) + " of user " +
             std::to_string(other.uid) +
-            ": p2p needs ranks of one user, in one PID namespace (containers have their own). Use transport='nccl'.");
+            ": p2p needs ranks of one user, in one PID namespace (containers have their own). Compile with "
+            "options={'transport': 'nccl'}.");
   }
 }
 
