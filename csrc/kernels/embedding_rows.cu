@@ -121,8 +121,8 @@ __global__ void __launch_bounds__(threads)
 
 constexpr int rows_at_once = 8;  // that one CUDA block computes
 
-// Computes each row's mean over ranks of gradient sums. In each warp, one thread per row finds out whether any rank has
-// a sum for the row. Other rows, most of them, are zeros in `out`, and are written only if there is a `base`.
+// Computes each row's mean over ranks of their RowSums. In each warp, one thread per row finds out whether any rank has
+// a sum for the row. Most rows have none: there, `out` gets the row of `base`, or keeps its zeros if `base` is null.
 template <typename In, typename Out, bool with_squares, int width>
 __global__ void __launch_bounds__(threads) mean_rows_kernel(
     const __grid_constant__ Pieces spread, int ranks, int64_t has_offset, int own, const RowSums own_sums,

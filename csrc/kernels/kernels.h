@@ -37,7 +37,8 @@ struct Mean {
 cudaError_t launch_mean(
     Type in, Type out, const Mean* means, int count, int row_count, float divisor, cudaStream_t stream);
 
-// Returns the number of CUDA blocks for one mean. Grows with `numel`: `squares` for a gradient have room for its parts.
+// Returns the number of CUDA blocks for one mean. Fewer elements never need more blocks, so the `squares` of a gradient
+// suffice for the mean of any part of it.
 int blocks_of_mean(int64_t numel);
 
 // --- embedding_rows.cu -----------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ namespace zcompile::cuda {
 namespace {
 
 constexpr size_t small_bytes = 1 << 20;  // up to this size, a copy that overlaps with compute costs more than it saves
-// A larger pull begins with a barrier, if Signals::start_together(). Its size includes padding, so all ranks agree.
+// Larger pulls begin with a barrier if Signals::start_together() (see signals.h). Padding counts: ranks decide alike.
 constexpr size_t min_bytes_for_barrier = 1 << 20;
-// Up to this many bytes of own pieces, without aliased pages (aliased_params.h), are copied with the pieces of peers.
+// Own pieces with more bytes to copy (aliased pages need no copy) are copied on another stream than peers' pieces.
 constexpr size_t max_own_bytes_with_peers = 4 << 20;
 
 }  // namespace

@@ -17,7 +17,8 @@
 
 namespace zcompile::cuda {
 
-// Gradients are placed only in the first buffer of the cache. Shards in later buffers are never dead.
+// A cached shard is dead once backward will not gather it again. Only shards in the first buffer of CacheMemory count
+// as dead: GradPlacement plans one buffer. Later buffers hold shards that were first gathered after the first refresh.
 class CachedGrads {
  public:
   CachedGrads(TransportContext& context, Reducer& reducer, AliasedParams& aliased)

@@ -20,9 +20,9 @@ namespace {
 // A piece is added up only when a matmul ends and frees SMs, so fewer and larger pieces end sooner.
 constexpr int64_t max_region_bytes = 96 << 20;
 
-// Returns the bytes of a slot: those of the largest slice of a gradient, in the main parameter's dtype or one half as
-// wide, of which a region of at most max_region_bytes holds one for each peer. If there are larger slices, and this one
-// uses less than half of such a region, slots are as large as fit.
+// Returns the bytes of a slot: at most `most`, with which the slots of all peers fill a region of max_region_bytes. A
+// slot holds the largest slice of a gradient that fits, in the main parameter's dtype or one half as wide. But if that
+// slice fills less than half of `most`, and some slices are larger, the result is `most`: these then have fewer pieces.
 int64_t bytes_of_slot(TransportContext& context) {
   const auto most =
       std::max(max_region_bytes / (context.world() - 1) / copy_alignment * copy_alignment, copy_alignment);
@@ -93,7 +93,8 @@ std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request)
   return end();
 }
 
-// Logs the order of means over replicas, which are collectives. Pieces need no log: tags of their signals must match.
+// Logs the order of means over replicas, which are collectives. Pieces ([Note: reduces in pieces]) need no log: if
+// ranks push different pieces, the tags of their signals differ, and the watchdog raises.
 void Reducer::note(const Collective& next, const ShardedParam& param) {
   if (replicas_ && !context_.defers_replicas()) replicas_->append(next, param.name);
 }
@@ -302,7 +303,7 @@ char* Reducer::place_of(int64_t offset, int64_t source, int64_t owner) const {
 }
 
 size_t Reducer::hash(const Piece& piece) const {
-  // Ranks must agree on `is_caching`: only without it are sums placed over shards. A rank that caches reads them again.
+  // Ranks must agree on is_caching(): a rank without it writes gradients over shards that ranks with it still gather.
   size_t hash = context_.is_caching();
   for (const auto& part : piece) {
     const auto& [param, grad, out, extras] = *part.request;

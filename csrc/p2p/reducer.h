@@ -49,7 +49,7 @@ class Reducer {
   void finish(const c10::cuda::CUDAStream& stream);  // makes `stream` wait for all reduces that have started
   // Begins with the first region again; a collective call. All ranks must have added up all pieces, on `work`.
   void start_over();
-  // Records all events again (P2pTransport::fork_streams says why). The current stream has waited for all transfers.
+  // Records `free_` on the current stream, which must have waited for all transfers. Why: P2pTransport::fork_streams.
   void renew_events();
   uint32_t pieces() const { return pieces_; }
   int64_t bytes() const { return staging_.bytes(); }

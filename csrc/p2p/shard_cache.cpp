@@ -71,7 +71,7 @@ std::vector<AdamItem> items_of(c10::ArrayRef<AdamRequest> requests, const std::v
   return items;
 }
 
-// Runs the step. Returns by request whether its copy was written: not over `others`, gradients that are still in use.
+// Runs the step. Returns by request whether its copy was written: not if it overlaps `others`, gradients still in use.
 std::vector<bool> launch_scheduled_adam(
     c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings, const std::vector<CopyTarget>& copies,
     const std::vector<Span>& others, cudaStream_t stream) {
@@ -227,8 +227,8 @@ void ShardCache::refresh() {
   has_begun_ = false;
 }
 
-// Allocates memory for gathered shards that have none. Gradients are placed in that of the first call only, because
-// CachedGrads plans places in one buffer.
+// Allocates a buffer for gathered shards without memory. Gradients are placed only in the buffer of the first call that
+// allocates one, because CachedGrads plans places in one buffer.
 void ShardCache::make_room() {
   const bool is_first = memory_.buffers().empty();
   auto placed = memory_.place_new(staleness_);
@@ -282,7 +282,7 @@ bool ShardCache::fused_adam_step(c10::ArrayRef<AdamRequest> requests, const Adam
     staleness_.expire();
     begin_refresh();
   }
-  // Checked after the barrier: if only this rank's tensors are not supported, other ranks still wait at the barrier.
+  // Checked only after the barrier: other ranks, whose tensors may be supported, wait there for this rank.
   if (!can_launch_adam(requests)) return false;
   std::vector<CachedShard*> shards;
   std::vector<CopyTarget> copies;

@@ -50,8 +50,8 @@ class ShardCache {
   Lane& lane() { return pulls_.lane(); }
   const c10::cuda::CUDAStream& own_stream() const { return pulls_.own_stream(); }
 
-  // For CUDA graphs; see transport.h. A graph keeps its addresses. So after `prepare_for_graphs`, only captured code
-  // aliases parameters (aliased_params.h), and no gradient is placed in dead shards (grad_placement.h).
+  // For CUDA graphs; see transport.h. A replay uses the addresses of its capture, where nothing else may be then. So
+  // after `prepare_for_graphs`, only captured code aliases parameters, and no gradient is placed over cached shards.
   void prepare_for_graphs();
   void enter_graph(const c10::cuda::CUDAStream& stream);
   void renew_events();

@@ -180,7 +180,7 @@ void Signals::start_pull(Number number, Lane& lane, int64_t param) {
 void Signals::append_waits_of_pull(Operations& operations, uint32_t number, Lane& lane, int64_t param) {
   const auto refresh = static_cast<uint16_t>(number >> 16);
   const auto reached = address(lane.reached_address());
-  // The wait's duration counts from this arrival, because the host may have issued the wait long before.
+  // The watchdog counts the wait from when the stream gets here: the host may have issued it long before.
   const auto arrival = lane.arrive();
   operations.push_back(write_operation(reached, arrival));
   if (static_cast<int16_t>(refresh - resume_) >= 0) {
@@ -203,7 +203,7 @@ Signals::GaveUp Signals::give_up(const PeerWait& wait, std::chrono::steady_clock
   constexpr int most_times = 10;
   const auto refresh = static_cast<uint16_t>(wait.number >> 16);
   if (wait.signal != signal::pulling || (since < patience && given_up_ != refresh)) return GaveUp::no;
-  // Ends all such waits of this refresh. If a late peer then posts its lower number, the watchdog ends the next wait.
+  // Ends all such waits of this refresh. If a late peer overwrites this by a lower number, the next wait is ended too.
   Operations operations;
   for (int64_t peer = 0; peer < world_; ++peer) {
     operations.push_back(write_operation(address(word(signal::pulling, rank_, peer)), wait.number | 0xffff));

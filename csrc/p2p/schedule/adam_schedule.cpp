@@ -17,8 +17,8 @@ Span part_of(const Span& whole, const AdamPart& part, int64_t width) {
   return whole.empty() ? Span{} : Span{whole.begin + part.begin * width, whole.begin + part.end * width};
 }
 
-// Cuts item `i` into parts whose copies overwrite no gradient of the same part, but maybe those of other parts, which
-// into_rounds() puts in earlier rounds. `writes`: whether the step writes the copy.
+// Cuts item `i`, whose copy may lie over its gradient, into parts that write no copy over a gradient of the same part.
+// Gradients of other parts are read in earlier rounds, see into_rounds(). `writes`: whether the step writes the copy.
 std::vector<AdamPart> cut(size_t i, const AdamItem& item, bool writes) {
   const auto numel = item.numel;
   if (!writes || !item.gradient.overlaps(item.copy)) return {{i, 0, numel, writes}};

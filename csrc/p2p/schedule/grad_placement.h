@@ -40,8 +40,8 @@ class GradPlacement {
   // Called if a dead shard is gathered again, by c10d. The shard does not count as dead in the next backward.
   void gather_elsewhere(size_t shard);
   void count_reduces(int64_t count) { reduces_ += count; }
-  // Returns the offset in the buffer at which to place a gradient of `bytes`, before its reduce is counted. Empty if
-  // dead shards have no room, or if this rank still reads a shard there (`is_in_use`, by the shard's index).
+  // Returns the offset in the buffer for a gradient of `bytes`. Empty if dead shards have no room, or this rank still
+  // reads one there (`is_in_use`, by index). Called before the reduce is counted: only earlier ones prove shards dead.
   std::optional<int64_t> place(int64_t bytes, const std::function<bool(size_t)>& is_in_use);
   // `is_caching`: whether unsharded parameters stay cached. Then some gathers are missing: no last ones are recorded.
   void finish_backward(bool is_caching);

@@ -35,8 +35,8 @@ class Staleness {
 
   // Records that an optimizer step has written copy `i`, from its main parameter at this version.
   void write(size_t i, uint64_t main_version) { copies_.at(i).version = main_version; }
-  // Records a refresh of copy `i`. Returns whether the last write, by a step or a refresh, was from this version. If it
-  // was by a step, the refresh need not write the copy.
+  // Records a refresh of copy `i`. Returns whether the copy's last write was from this version. If a step made it
+  // (CachedShard::stepped), the refresh may skip the copy. If not, a step that increased no version may have followed.
   bool refresh(size_t i, uint64_t main_version);
   void finish_refresh();
 
