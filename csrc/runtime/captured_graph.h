@@ -127,7 +127,7 @@ class CapturedGraph {
   Tensors given_;  // the inputs of the current replay, until results()
 };
 
-// Ends HostEffects::observe(). Returns its recording, with the current transports of `models`, which the code used.
+// Ends HostEffects::observe(). Returns the recorded effects, and, for is_of(), the current transports of `models`.
 HostRecording stop_observing(const std::vector<std::shared_ptr<Model>>& models);
 // Whether `observed` was recorded with the current transports of `models`.
 bool is_of(const HostRecording& observed, const std::vector<std::shared_ptr<Model>>& models);

@@ -153,7 +153,7 @@ at::Tensor as_wire(const Transport& transport, const ParamState& param, const at
   return as_flat(grad.to(transport.wire_dtype(param, grad.scalar_type())));
 }
 
-// Returns the tensor that the reduce into `gradient` adds to its mean, and that to which it adds squares of its result.
+// Returns the optional tensors of the reduce into `gradient`: a base, to which it adds the mean, and sums of squares.
 ReduceExtras make_extras(ParamState& param, const at::Tensor& gradient) {
   ReduceExtras extras;
   extras.base = param.accumulation.start_reduce(gradient);

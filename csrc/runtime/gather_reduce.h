@@ -18,7 +18,7 @@ namespace zcompile {
 
 // Starts to gather `params`, of one model, in one transfer. Returns unsharded tensors; gather_wait ends each gather.
 std::vector<at::Tensor> gather_start(c10::ArrayRef<ParamState*> params, at::ScalarType dtype);
-// Gathers components (see ShardedParam::is_component). `inputs` are this rank's pieces, and may differ in dtype.
+// Starts to gather components, tensors that fsdp_pre_all_gather returns. `inputs`: this rank's; dtypes may differ.
 std::vector<at::Tensor> gather_components_start(c10::ArrayRef<ParamState*> components, at::TensorList inputs);
 // Like gather_start, but the runtime may keep the result for the next microbatch, and the transport may own its memory.
 // So callers must not write to the result or reuse its memory, and must drop it before main parameters change.
@@ -31,8 +31,8 @@ std::vector<at::Tensor> reduce_start(c10::ArrayRef<ParamState*> params, at::Tens
 void reduce_wait(const at::Tensor& pending);
 // Returns rows `indices` of a matrix, with shape [*indices.sizes(), columns].
 at::Tensor gather_rows(ParamState* param, at::ScalarType dtype, const at::Tensor& indices);
-// Starts to reduce the sums, rounded to `dtype`, of the gradients `grad` [*indices.sizes(), columns] of each row of an
-// embedding. reduce_wait ends the reduce.
+// Sums `grad` [*indices.sizes(), columns] over equal indices, which gives one gradient for each row of an embedding.
+// Rounds these sums to `dtype`, and starts to reduce them. reduce_wait ends the reduce.
 at::Tensor reduce_rows_start(
     ParamState* param, const at::Tensor& grad, const at::Tensor& indices, at::ScalarType dtype);
 

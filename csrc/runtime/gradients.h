@@ -67,7 +67,7 @@ class GradSquares {
   // Returns the fp64 tensor to which the reduce with the result `gradient` must add the squares of its elements.
   at::Tensor start_reduce(const at::Tensor& gradient);
   // Returns the fp64 tensor whose elements add up to the sum of squares of `gradient`. Empty unless `gradient` is the
-  // result of the only reduce since clear(). Nothing may have written to `gradient` since.
+  // result of the only reduce since clear(). The caller must make sure that nothing wrote to `gradient` after it.
   std::optional<at::Tensor> squares_of(const at::Tensor& gradient) const;
   // Forgets all reduces. Returns the tensor of squares, which the caller must zero; empty if no reduce added to it.
   std::optional<at::Tensor> clear();

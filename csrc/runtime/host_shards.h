@@ -53,7 +53,7 @@ class HostShards : public TransportContext {
   void ready(c10::ArrayRef<ParamState*> params);
   void ready_all() { ready(params_); }
 
-  // Called before a reduce. `takes_sum` is false if backward drops the gradient: reduce_or_defer must not keep its sum.
+  // Called before a reduce. `takes_sum`: false if backward drops the gradient, as in grad(loss, x): .grad gets no sum.
   void note_reduce(ParamState& param, bool takes_sum);
   void expire_reduced();  // marks host shards with reduced gradients stale, when backward or `accumulate` ends
   // Reduce-scatters `sums` over hosts: deferred sums over the ranks of this host. An empty one stands for zeros.

@@ -48,7 +48,7 @@ class InFlightTable {
   // Removes and returns the transfer into `destination`, with its model. Empty if there is none, or if ~Model runs.
   std::optional<std::pair<std::shared_ptr<Model>, InFlight>> finish(const at::Tensor& destination);
   void cache_on_arrival(const at::Tensor& unsharded, ParamState* param);  // gather_wait adds it to the microbatch cache
-  // Waits for and removes transfers that a forward or backward left when it raised; not those with `is_kept`.
+  // Waits for and removes transfers that a forward or backward left when it raised; not those of units (`is_kept`).
   void abandon(const std::weak_ptr<Model>& model);
   // Removes the transfers of a model that is being destroyed. Does not wait for them, because a wait may start a
   // collective (HSDP's sum over replicas) that other ranks do not start. Transfers that still run keep their memory.
@@ -58,7 +58,7 @@ class InFlightTable {
   std::vector<InFlight> take_all_of(const std::weak_ptr<Model>& model, bool with_kept);
 
   std::mutex mutex_;
-  // By the storage of the destination. A parameter in the microbatch cache may be in flight several times.
+  // By the storage of the destination. A multimap: all gathers of a parameter in the microbatch cache have the same.
   std::unordered_multimap<const c10::StorageImpl*, InFlight> in_flight_;
 };
 

@@ -218,7 +218,7 @@ void Model::note_backward() {
     if (backward_id_ == id) return;
     backward_id_ = id;
   }
-  // Abandons transfers of a forward or backward that raised: any other has waited for all that it started.
+  // Only a forward or backward that raised leaves transfers in flight: without an error, all of them are waited for.
   InFlightTable::instance().abandon(weak_from_this());
   if (id == -1) return;
   torch::autograd::Engine::get_default_engine().queue_callback(

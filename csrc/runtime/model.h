@@ -55,9 +55,9 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   const std::set<at::ScalarType>& gathered_in(int64_t index) { return state(index).gathered_in; }
   // `forbid`: makes gathers of the parameter throw, because modules hold it unsharded inside of zcompile.unshard.
   void forbid_gathers(int64_t index, bool forbid) { state(index).is_whole = forbid; }
-  // `name`: "c10d"; "p2p" (a collective call); "p2p in step", with a barrier before transfers of two ranks too;
-  // "loopback"; or, for tests, "late " or "delayed " (see transport/testing.cpp) and one of these. Throws ValueError if
-  // this build lacks it.
+  // `name`: "c10d"; "p2p" (a collective call); "loopback", for benchmarks. For tests: "p2p in step", where even two
+  // ranks start transfers together (see signals.h), and "late " or "delayed " before any name (transport/testing.cpp).
+  // Throws ValueError if this build lacks it.
   void use_transport(const std::string& name, const P2pSettings& settings = {});
 
   void prepare_for_graphs();  // calls Transport::prepare_for_graphs of the current transport, and of each later one
@@ -91,7 +91,7 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
     stats_->reset();
     own_bytes_ = 0;
   }
-  // Makes both parts of one user's model: they share statistics, and a failure of one ends the collectives of both.
+  // Makes this and `other` parts of one user's model: they share statistics, and a failure ends the collectives of all.
   void join(const Model& other);
   struct Part {
     std::vector<std::shared_ptr<OrderLog>> orders;

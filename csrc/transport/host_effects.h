@@ -28,8 +28,8 @@ class HostEffects {
     effect();
     if (mode_ == Mode::kRecord) recording_.effects.emplace_back(std::move(effect));
   }
-  // Like note(), for device work that a CUDA graph must not contain, such as a refresh of the shards that peers read.
-  // An uncaptured call records `effect`, which then runs right before the capture and each replay, not in the graph.
+  // Like note(), for device work that a graph must not hold, such as a refresh of the shards that peers read. A call
+  // after observe() also records `effect`, to run it right before a capture. In the capture, it then has no work left.
   template <typename Effect>
   static void prepare(Effect effect) {
     if (mode_ == Mode::kIgnore) return;
@@ -53,7 +53,7 @@ class HostEffects {
   static bool is_recording() { return mode_ == Mode::kRecord; }
   static const std::shared_ptr<void*>& executable() { return recording_.executable; }
   static void observe() { start(Mode::kObserve); }  // starts to record effects of prepare(), for a later capture
-  // For tests, which replay a graph by a call of its code: neither calls nor records effects until resume().
+  // Turns effects off until resume(). For tests on a CPU: a replay has run its effects, and then calls the code again.
   static void ignore() { mode_ = Mode::kIgnore; }
   static void resume() { mode_ = Mode::kNote; }
   static HostRecording stop() {

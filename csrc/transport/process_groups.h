@@ -31,9 +31,9 @@ void fail_together(const std::string& group, c10::Device device, const std::func
 // Returns why NCCL's collectives of this group fail, as torch's watchdog found. Empty if they work or there is no NCCL.
 std::string nccl_failure(const std::string& group);
 
-// Creates NCCL's communicators of `groups`, and the connections that all-to-alls over `all_to_all_groups` use; a
-// collective call. If the first collectives of training created them, and a rank were lost then, abort_nccl() could not
-// end the creation. No timeout of NCCL or torch ends this call either.
+// Creates NCCL's communicators of `groups`, and the connections that all-to-alls over `all_to_all_groups` use, before
+// the first collectives of training would: if a rank is lost meanwhile, neither abort_nccl() nor a timeout of NCCL or
+// torch ends their creation. A collective call.
 void connect_nccl(const std::set<std::string>& groups, const std::set<std::string>& all_to_all_groups);
 
 // Aborts NCCL's collectives of all these groups on this rank, so that a host that waits for its GPU, which waits for

@@ -72,8 +72,8 @@ struct GatherRowsRequest {
   at::Tensor rows;
 };
 
-// A reduce of an embedding's gradient. It equals a ReduceRequest for zeros to which the rows of `grad` [count, columns]
-// were added, at `indices`, in fp32 and in this order, and which were rounded to `dtype` and then to `wire`.
+// A reduce of an embedding's gradient. Equals a ReduceRequest of this gradient: fp32 zeros to which the rows of `grad`
+// [count, columns] are added at `indices`, in this order, and which are then rounded to `dtype`, and then to `wire`.
 struct ReduceRowsRequest {
   const ShardedParam* param;
   at::Tensor grad;
@@ -109,7 +109,7 @@ class Transport {
   virtual at::Tensor make_unsharded(const ShardedParam&, at::ScalarType) { return {}; }
   virtual at::Tensor make_gradient(const ShardedParam& param);  // uninitialised, shaped like the shard
   // Returns the dtype in which a gradient of dtype `grad` is transferred: the narrower of `grad` and the parameter's
-  // reduce_dtype; with native reduces, reduce_dtype even if it is wider.
+  // reduce_dtype. With native_reduce, NCCL or gloo sums in this dtype, so it is reduce_dtype even if that is wider.
   virtual at::ScalarType wire_dtype(const ShardedParam& param, at::ScalarType grad) const;
 
   // Both start one transfer for all requests; there must be at least one.
