@@ -23,13 +23,14 @@ from zcompile.graph.ops import (
 
 
 def bucket(graph: Graph, gather_bytes: int, reduce_bytes: int) -> None:
-    """Merge small neighbouring gathers of one dtype into one transfer of at most `gather_bytes`, and reduces likewise.
+    """Merge small neighbouring gathers of one dtype into one transfer of at most `bucket_bytes`, and reduces likewise.
 
     Why: a small transfer takes little more than its latency, so one large transfer is faster than several small ones.
 
     How: a group has parameters of one domain and one dtype, in the order of their starts; each tensor keeps its own
-    wait. A transfer larger than its limit stays alone. The limits bound the bytes that are unsharded early, or kept as
-    unreduced gradients. Groups depend only on this order and on parameter sizes, so all ranks form the same groups.
+    wait. A transfer larger than its limit stays alone. Limits are the option `bucket_bytes` and, for gathers, also an
+    eighth of `gather_budget_bytes`. They bound the bytes that are unsharded early, or kept as unreduced gradients.
+    Groups depend only on this order and on parameter sizes, so all ranks form the same groups.
 
     Two kinds of transfers stay alone: gathers that `regather` added, because a group could start them before the
     parameter is resharded, and reduces whose result another node of the graph reads, because a group's waits move.

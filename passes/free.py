@@ -30,9 +30,9 @@ def free(graph: Graph) -> None:
     Why: dgrad is the last reader of the unsharded weight, which is then freed before wgrad runs.
 
     How: a wgrad is a matmul on which no reader of an unsharded parameter depends. If the results of several dgrads are
-    summed (queries, keys, values), wgrads move after the last of these dgrads. If backward recomputes a wgrad's input,
-    such as a norm's result, Inductor can do so there in the kernel of the norm's backward, which reads the sum. Moves
-    depend only on kinds and order of nodes, equal on all ranks. No node moves past one that writes to an argument.
+    summed (queries, keys, values), wgrads move after the last of these dgrads. Then Inductor can fuse the recompute of
+    a wgrad's input, such as a norm's result, with the norm's backward, which reads the sum. Moves depend only on kinds
+    and order of nodes, equal on all ranks. No node moves past one that writes to an argument.
     """
     if not calls(graph, *REDUCES):
         return
@@ -59,7 +59,7 @@ def free(graph: Graph) -> None:
 
 
 def _last_dgrads(dgrads: list[Node], gradients: set[Node]) -> dict[Node, Node]:
-    """Map each gradient to the dgrad after which its wgrads move: the last that reads it, or the last of that sum."""
+    """Map each gradient to the last dgrad that reads it or, if a sum includes this dgrad, the sum's last dgrad."""
     last_dgrad: dict[Node, Node] = {}
     sum_of = functools.cache(_sum_of)
     last: Node | None = None  # of the dgrads that are summed with `node`, the last in the graph

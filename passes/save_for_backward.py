@@ -27,8 +27,8 @@ def save_for_backward(graph: Graph, save_for_backward_bytes: int | None) -> None
 
     By default, saved parameters are in torch's memory, which is freed after their last readers in backward. If
     `save_for_backward_bytes` is a number, they are in memory of the transport, so that this rank's piece needs no copy;
-    the transport keeps this memory until after backward, so peak memory may rise. Parameters that a custom op reads are
-    always in torch's memory, because the op may use another stream.
+    the transport keeps this memory until after backward, so peak memory may rise. Parameters that an op, such
+    as a custom op, may read on another stream are in torch's memory: `record_stream` does not protect the transport's.
 
     Args:
         save_for_backward_bytes: most bytes of parameters to save. If None, a graph that computes the loss may save 9/8

@@ -141,7 +141,7 @@ def _readers_of_written(graph: Graph) -> set[Node]:
 
 
 def _has_own_tag(node: Node) -> bool:
-    """Whether `node` has a tag for recomputation other than `tag_recompute`'s for readers, such as a user's."""
+    """Whether `node` has a tag that must stay: any but `tag_recompute`'s tag for saved readers of parameters."""
     return "recompute" in node.meta and not node.meta.get(SAVED_READER)
 
 

@@ -93,10 +93,10 @@ def verify_widths(graph: Graph) -> None:
 
 
 def warn_over_budget(graph: Graph, gather_budget_bytes: int) -> None:
-    """Warn if unsharded parameters exceed `gather_budget_bytes` by more than one transfer, or the inputs of one node.
+    """Warn if unsharded parameters exceed `gather_budget_bytes` plus the larger of one transfer and one node's inputs.
 
-    Why: a reader needs all of its inputs at once, so the larger of the two is allowed (`ParamLifetimes.bound_bytes`).
-    There is no error, because results are right.
+    Why: a transfer starts as a whole, and a node needs all of its inputs at once, so either may exceed the budget
+    (`ParamLifetimes.bound_bytes`). There is no error, because results are right.
     """
     lifetimes = ParamLifetimes(graph)
     bound_bytes = lifetimes.bound_bytes(gather_budget_bytes)
