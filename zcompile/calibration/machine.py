@@ -74,7 +74,7 @@ def common_machine(mesh: DeviceMesh, reports: Sequence[LocalMachine]) -> Machine
     shipped = table_of_name(first.device)[0] if on_gpu else CPU
     calibration = Calibration.from_json(first.calibration) if first.calibration else None
     hardware, measured = (shipped, shipped) if calibration is None else tables_of(shipped, calibration)
-    # In the run for which a fake group stands, each rank has a GPU of its own.
+    # A fake group's reports all name one GPU, as if ranks shared it. In a real run, each has its own, so take one.
     sharing = reports[:1] if on_gpu and is_fake(mesh) else reports
     return Machine(hardware, measured, least_share([report.memory for report in sharing]))
 

@@ -45,8 +45,8 @@ class Calibration:
     adam_bytes_s: float  # bytes per second that fused AdamW reads and writes
     kernel_s: float  # seconds that a kernel on a tiny tensor takes
     wires: tuple[Wire, ...]  # times of transfers, one `Wire` for each transport
-    # A matmul is timed before, between and after the other measurements: its longest time divided by its shortest, on
-    # the rank where this ratio is largest.
+    # The longest time of a matmul, timed before, between and after the other measurements, divided by its shortest, on
+    # the rank where this ratio is largest. If it is far above 1, the machine's speed varied: the rates are unreliable.
     pace_ratio: float = 1.0
 
     def to_json(self) -> str:
@@ -88,7 +88,7 @@ class Calibration:
 
     @property
     def shipped(self) -> Hardware:
-        """The rates that zcompile ships for this device or, if it ships none, for another device."""
+        """The shipped rates of this GPU or, without any, of its stand-in (`table_of_name`); on CPUs, those of `CPU`."""
         return table_of_name(self.device)[0] if self.driver else CPU
 
 

@@ -249,7 +249,7 @@ def _passing_for_parameters(gm: GraphModule, compiled: Callable[..., Any]) -> Ca
 
 
 def _refusing_split_backwards(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Make code of a model that has one rank raise in a split backward (of inputs alone). With more, reduces raise."""
+    """Make code without reduces, of a one-rank model, raise in a split backward (of inputs alone), as reduces do."""
 
     def run(*args: Any) -> Any:
         values = compiled(*args)

@@ -83,7 +83,6 @@ class CudaGraph:
         current.wait_stream(last)
 
     def executable(self) -> int:
-        """Instantiate the captured graph, and return the driver's handle as a number."""
         self.graph.instantiate()
         return int(self.graph.raw_cuda_graph_exec())
 

@@ -225,8 +225,8 @@ def _leave_alone(graph: Graph, shards: Sequence[Node]) -> None:
 def _is_lowering(lower: Callable[..., Any], node: Node) -> Callable[..., Any]:
     """Return a function that calls `lower`, to be the target of `node` alone. Inductor takes it as the node's lowering.
 
-    After a pass, Inductor from torch 2.14 on asks the target's metadata function for the node's fake value. That
-    function returns the present value. If it had a new storage, Inductor would infer all later nodes' values again.
+    To update fake values after a pass, Inductor (from torch 2.14 on) calls the target's metadata function. Ours returns
+    the value that the node has. For a value of new storage, Inductor would infer all later nodes again, needlessly.
     """
 
     @functools.wraps(lower)

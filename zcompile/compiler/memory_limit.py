@@ -88,8 +88,8 @@ def within_limit(plan: Plan, joint: GraphModule, split: Split, agree: Agree | No
         peaks[i] = peaks.get(i) or _peak_bytes(plans[i], joint, limit, split)
         return peaks[i] <= limit.nbytes
 
-    # Plan i, up to `count`, recomputes i segments. More segments lower the predicted peak, so bisect. Later plans, with
-    # fewer cuts or smaller activation memory budgets, may raise the peak, so try one by one.
+    # Plan i, up to `count`, recomputes i segments, each from its cut. More segments lower the predicted peak, so
+    # bisect. Later plans save fewer of these cuts, or use an activation memory budget. Their peaks may rise: try each.
     if fits(0):
         least = 0
     elif fits(count):

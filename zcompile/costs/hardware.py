@@ -80,7 +80,7 @@ class Hardware:
     # `attention_flops_s`, from ATTENTION_SHARES.
     attention_by_kernel: tuple[tuple[str, float], ...] = ()
     grouped_share: float = 0.8  # rate of grouped matmuls, padding counted as work, divided by that of plain ones
-    # Whether `Work.share`, measured on a GPU, applies to the rate of attention; if not, `Work.cpu_share` does.
+    # Whether attention calls reach the share `Work.share` of `attention_rate`, as on GPUs; if not, `Work.cpu_share`.
     attention_varies: bool = True
     # The widest head, in elements of 2 bytes, for which torch prefers cuDNN's attention. 0: it prefers flash attention.
     widest_cudnn_head: int = 0
@@ -186,7 +186,10 @@ class Link:
         return self._seconds(self.wire.reduce, nbytes)
 
     def outside_bytes(self, nbytes: int) -> int:
-        """Return the bytes of a tensor of `nbytes` that a rank receives from other NVLink domains for its own one."""
+        """Return the bytes of a tensor of `nbytes` that each rank of an NVLink domain receives from other domains.
+
+        Ranks of the domain receive different parts, and exchange these inside of the domain.
+        """
         inside, domains = min(self.world, self.hardware.domain), -(-self.world // self.hardware.domain)
         return nbytes * (domains - 1) // (inside * domains)
 

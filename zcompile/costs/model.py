@@ -76,7 +76,7 @@ class Costs:
         return seconds
 
     def _newly_read_bytes(self, node: Node) -> int:
-        """Return the bytes that `node` reads and that no earlier fusing node of its segment has read or written."""
+        """Return the bytes that `node` reads and no earlier fusing node of its `Liveness.segment` read or wrote."""
         segment = self.liveness.segment[node]
         if segment != self._segment:
             self._segment, self._read = segment, set()

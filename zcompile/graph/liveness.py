@@ -133,7 +133,7 @@ class Liveness:
         return list(accumulate(change[: len(self.nodes)]))
 
     def _run_at_once(self, kernel: list[Node], lives: dict[Storage, tuple[int, int]]) -> None:
-        """Change `lives`, so that arguments and results of a kernel live when it runs: once all arguments are made."""
+        """Change `lives`: a kernel's nodes run together once all arguments exist; arguments and results live then."""
         first, last = (self.position[node] for node in (kernel[0], kernel[-1]))
         # Dictionaries: the order of sets differs from rank to rank.
         results = {storage: storage.maker for node in kernel for storage in self.storages[node] if storage in lives}
@@ -216,7 +216,7 @@ class Liveness:
         return is_read_through and (node.target in REDUCTIONS or any(map(self._is_reduced, node.all_input_nodes)))
 
     def _is_between(self, node: Node, readers: set[Node]) -> bool:
-        """Whether one of `readers` depends on `node` through one that does not fuse, so no kernel computes both."""
+        """Whether a node between `node` and one of `readers` does not fuse, so no kernel computes both of them."""
         last = max(self.position[reader] for reader in readers)
         pending, seen = [(node, False)], set()
         while pending:

@@ -27,7 +27,7 @@ ops = torch.ops.zcompile
 
 @torch.library.register_fake("zcompile::gather")
 def _fake_gather(shard: torch.Tensor, shape: list[int], dtype: torch.dtype, domain: int = 0) -> torch.Tensor:
-    """Return a fake gathered parameter, which Dynamo takes for an nn.Parameter."""
+    """Return a fake gathered parameter. In Dynamo, `isinstance(_, nn.Parameter)` is true for it, as in eager code."""
     unsharded = shard.new_empty(shape, dtype=dtype)
     unsharded._is_param = True
     return unsharded
@@ -53,8 +53,8 @@ ROW_REDUCES = {REDUCE_ROWS, REDUCE_ROWS_START}
 REDUCES = {REDUCE, REDUCE_ROWS, *REDUCE_STARTS}
 WAITS = {GATHER_WAIT, REDUCE_WAIT}
 
-# A key in `meta` of a gather whose result the pass `save_for_backward` saves. The value: whether the result may be in
-# memory of the transport.
+# A key in `meta` of a gather whose result the pass `save_for_backward` saves. The value: whether the transport may own
+# the result's memory (see `cache_across_microbatches`), which `record_stream` does not protect.
 SAVED_FOR_BACKWARD = "zcompile_saved_for_backward"
 
 # The default of the option `reduce_budget_bytes` is at least this: room for two gradients (see `reduce_budget`) of MLP

@@ -52,7 +52,7 @@ class ParamLifetimes:
         return list(accumulate(change))
 
     def regathered_from(self) -> dict[Node, int]:
-        """Map each start that gathers a parameter again to the first position after the previous gather's readers."""
+        """Map starts that gather a parameter again to their earliest position: after the previous gather's readers."""
         ends: dict[tuple[Node, torch.dtype], int] = {}  # of the latest gather of each parameter
         first_position: dict[Node, int] = {}
         for lifetime in self.lifetimes:
@@ -63,10 +63,10 @@ class ParamLifetimes:
         return first_position
 
     def bound_bytes(self, gather_budget_bytes: int) -> int:
-        """Most bytes of unsharded parameters at one node under this budget.
+        """Return the most bytes of unsharded parameters that the budget allows at one node.
 
-        The bound is the budget plus the larger of two sizes: the most bytes that one node reads at once, directly or
-        through a chain, and the most bytes of one transfer.
+        This is the budget plus the larger of two sizes, which passes cannot split: the largest transfer, and the most
+        bytes of parameters that one node reads, directly or through views, moves and casts.
         """
         read_at_once: dict[Node, int] = defaultdict(int)
         for lifetime in self.lifetimes:
