@@ -66,7 +66,7 @@ def build(model: nn.Module, plan: ShardPlan, state: ShardedModel, progress: Prog
 def _check_padding(parameters: Iterable[ShardedParameter], progress: Progress) -> None:
     """Raise if the hook `fsdp_pre_all_gather` of a tensor subclass does not pad this rank's shard to the common size.
 
-    Also adds the tensors that the hook returns (components) to the runtime, after all parameters.
+    If the rows divide evenly, no padding is needed. `before_gather` calls the hook, and checks the returned tensors.
     """
     for sharded in parameters:
         if (hooks := sharded.hooked) is not None and sharded.shape[0] % sharded.state.groups.world:

@@ -47,7 +47,7 @@ Casts = tuple[torch.dtype | None, torch.dtype | None]  # dtypes of inputs and of
 
 @dataclass(frozen=True)
 class Kind:
-    """Properties of a module that decide its subclass. Equal modules of one class share the subclass."""
+    """Properties of a module that decide its subclass. Modules of one class with equal `Kind`s share the subclass."""
 
     layouts: Layouts
     casts: Casts = (None, None)
@@ -206,7 +206,7 @@ def install_tracing_readers(
 
 
 def read_narrow_shards(state: ShardedModel) -> None:
-    """Let compiled code on a single rank gather parameters: gathers of offloaded ones read their copies on the GPU."""
+    """On a single rank, turn reads by a cast into gathers, which read GPU copies of main parameters in host memory."""
     for sharded in (sharded for each in models_of(state) for sharded in each.parameters.values()):
         for module, _ in sharded.owners:
             base, kind = vars(type(module))[RECIPE]
@@ -288,7 +288,8 @@ def _own_forward(base: type[nn.Module]) -> Callable[..., Any]:
     """Return a function outside of torch.nn that calls the forward of `base`, a class of torch.nn.
 
     Why: Dynamo skips functions of torch.nn that eager code calls. So `module.compile()` of an `nn.Linear` would compile
-    nothing. And `torch.compile(module)` would trace the `__call__` of our subclass, which must run in eager.
+    nothing. If `forward` is of torch.nn, `torch.compile(module)` also traces the `__call__` of our subclass, which must
+    run in eager: it checks parameters and counts forwards.
     """
 
     @functools.wraps(base.forward)
@@ -340,8 +341,8 @@ def _property(name: str, layout: Layout, kind: Kind) -> property:
 
     The setter raises. An assignment calls it only if code has removed `name` from `_parameters`, as weight norm does.
     With `kind.has_narrow`, the main parameter may be in host memory. A read gathers in the leaf's dtype and then casts,
-    so that gradients of several reads add up in the leaf's dtype, as where a read only casts. The pass `narrow_gathers`
-    later moves the cast into the gather, which then reads the low-precision copy on the GPU.
+    so that gradients of several reads add up in the leaf's dtype, as with main parameters on the device, whose reads
+    only cast. The pass `narrow_gathers` moves the cast into the gather, which then reads the low-precision GPU copy.
     """
     leaf_name, shape, is_plain, dtype = LEAF + name, list(layout.shape), layout.is_plain, layout.dtype
     single_rank, has_narrow = kind.single_rank, kind.has_narrow

@@ -35,7 +35,6 @@ def policies_of(model: nn.Module, default: MixedPrecision, own: OwnPolicies) -> 
 
 
 def _own_policy(module: nn.Module, own: OwnPolicies) -> MixedPrecision | None:
-    """Return the entry of `own` for `module` itself, else for a class that it is an instance of, else None."""
     if module in own:
         return own[module]
     return next((policy for each, policy in own.items() if isinstance(each, type) and isinstance(module, each)), None)

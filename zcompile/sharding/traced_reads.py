@@ -74,7 +74,7 @@ class TracedTable:
         return self.own.values()
 
     def items(self) -> Any:
-        """Return stored parameters: an outer module finds tied ones by identity, and each gather makes a new tensor."""
+        """Return ungathered parameters: else `parameters()` of an outer module yields a tied one as two tensors."""
         return self.own.items()
 
 

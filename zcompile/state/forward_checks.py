@@ -81,7 +81,8 @@ class ForwardChecks:
     eager_without_grad: bool = False
 
     def check(self) -> None:
-        """Count a forward in `unreduced`. Raise RuntimeError if experts are computed otherwise than at `shard`."""
+        """Count a forward in `unreduced`. Raise RuntimeError if modules loop over experts now but not at `shard`, or
+        the reverse, by a change of `config._experts_implementation`: `shard` chose units by it."""
         if self.unreduced is not None:
             self.unreduced.count_forward()
         for experts in self.experts:

@@ -67,7 +67,7 @@ def is_transformed() -> bool:
 
 
 def announces() -> bool:
-    """Whether a forward that begins now first calls the function that `announcing` got."""
+    """Whether a forward that begins now is an outermost one in `with announcing(announce)`, which calls `announce`."""
     return _thread.forwards == _thread.announced_depth
 
 

@@ -110,7 +110,7 @@ def padded_shard(part: torch.Tensor, world: int, rank: int) -> torch.Tensor:
 
 
 def leaf_of(local: torch.Tensor) -> torch.Tensor:
-    """Return a leaf for `local`, a tensor subclass: a plain tensor of the same shape and dtype, without memory."""
+    """Return a leaf for `local`, a tensor subclass. It has no memory, because gathers read components of `local`."""
     leaf = torch.empty(local.shape, dtype=local.dtype, device=local.device)
     free_memory([leaf])
     return leaf
@@ -151,7 +151,7 @@ class GatherExtension(abc.ABC):
         self.inner: list[torch.Tensor] = []  # the unsharded parameter's memory that is not in `gathered`
 
     def before_gather(self, sharded: "ShardedParameter") -> Components:
-        """Make the components of this rank's shard. Add them to the runtime if their shapes or dtypes are new."""
+        """Make this rank's components (the tensors to gather). Add them to the runtime if shapes or dtypes are new."""
         with _own_ops():
             own = self.components_of(sharded)
         kinds = tuple((each.shape, each.dtype) for each in own.tensors)

@@ -22,5 +22,6 @@ class Microbatches:
 
     @property
     def adds_up(self) -> bool:
-        """Whether gradients add up in the runtime until the block ends, and `.grad` is a factor; see `defer_grad`."""
+        """Whether gradients add up outside of `.grad` until the `with` block ends. Meanwhile, `.grad` is a tensor of
+        ones, by which the program may scale their sum; see `defer_grad`."""
         return self.accumulates and self.deferred in (Deferred.REDUCES, Deferred.HOSTS)

@@ -186,7 +186,6 @@ class Layout:
         return gathered.movedim(0, self.dim).flatten(self.dim, self.dim + 1) if self.dim > 0 else gathered
 
     def as_parameter(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the parameter that modules read: if `inner` is given, a DTensor over `part`, else `part` itself."""
         inner = self.inner
         if inner is None:
             return part
@@ -195,7 +194,7 @@ class Layout:
         )
 
     def gathered_grad(self, grad: Any, world: int) -> torch.Tensor:
-        """Convert `grad`, the gradient of the result of `as_read`, to that of its argument, made of `world` shards."""
+        """Convert `grad`, of `as_read(gathered)`, to the gradient of `gathered`: the shards of `world` ranks."""
         if self.inner is not None:
             if grad.placements != self.inner.placements:  # as the backward of `DTensor.from_local` does
                 grad = grad.redistribute(placements=self.inner.placements)
@@ -222,9 +221,9 @@ def layout_for(
 
     Args:
         param_dtype: the dtype of gathers. Parameters that cannot train, such as integers, keep their own dtype.
-        meshes: the meshes of parameters that were DTensors before, such as by TP, each mapped to the first mesh that
-            equals it. This call adds the mesh of `parameter`. Equal slices of a mesh become one object, so layouts are
-            equal, and modules share a subclass.
+        meshes: the inner meshes (of parameters that were DTensors before `shard`, as under TP), each mapped to the
+            first mesh that equals it. This call adds that of `parameter`. Equal meshes become one object, so equal
+            layers have equal layouts, and share one class and its compiled code.
         is_extended: whether to gather the tensors that `fsdp_pre_all_gather` of a plain tensor returns, in place of the
             tensor. Tensor subclasses are always gathered as such tensors.
     """

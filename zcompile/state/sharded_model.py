@@ -192,7 +192,6 @@ class ShardedModel:
 
     @property
     def orders(self) -> list[Any]:
-        """The model's `UnitOrder` and `BlockOrder`, without those that it lacks."""
         return [order for order in (self.unit_order, self.block_order) if order is not None]
 
     def close_tables(self) -> None:

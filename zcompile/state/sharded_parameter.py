@@ -292,8 +292,8 @@ class ShardedParameter:
         return total.add_(rest)
 
     def add_to_earlier(self, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Autograd prehook: if `.grad` is a factor (see `defer_grad`), add a gradient of the DTensor itself to
-        `earlier_grad`, and let autograd add zeros to `.grad`."""
+        """Autograd prehook for losses that read the DTensor itself: add the gradient to `earlier_grad`, and zeros to
+        `.grad`, while `.grad` is a factor for deferred gradients (see `defer_grad`)."""
         self.drop_if_zeroed()
         if not self.has_deferred:
             return grads
@@ -304,7 +304,8 @@ class ShardedParameter:
         return (torch.zeros_like(grads[0]),)
 
     def note_added_zeros(self, *_: Any) -> None:
-        """Note the version of `.grad` after autograd added the zeros of `add_to_earlier`: the program did not write."""
+        """After autograd added the zeros of `add_to_earlier` to `.grad`, note the version of `.grad`. Else `defer_grad`
+        would take the addition for a change by the program, and raise."""
         factor: Any = self.parameter.grad
         if self.has_deferred and self.factor_version == -1:
             self.factor_version = factor._version
@@ -312,7 +313,7 @@ class ShardedParameter:
     def take_deferred(self) -> torch.Tensor | None:
         """Return the factor in `.grad`, by which the caller multiplies the reduced sum; None if nothing is deferred.
 
-        The program set this factor for all gradients (see `defer_grad`), so `.grad` becomes `earlier_grad` times it.
+        A program that scales `.grad` wants all gradients scaled, so `.grad` becomes `earlier_grad` times the factor.
         """
         parameter: Any = self.parameter
         if not self.has_deferred:
@@ -330,7 +331,10 @@ class ShardedParameter:
         return grad if base is None else grad.sub_(base)
 
     def let_reduce_add_to(self, accumulated: torch.Tensor, owner: nn.Parameter | None = None) -> None:
-        """In `zcompile.accumulate`, let the next reduce add `accumulated`, unless `owner.grad` was replaced."""
+        """In `zcompile.accumulate`, let the next reduce add `accumulated`, the gradient of earlier microbatches.
+
+        `owner`: its `.grad` holds `accumulated`. If the program replaces this `.grad`, the reduce does not add.
+        """
         state = self.state
         if state.microbatches.accumulates and not state.are_units:
             state.runtime.accumulate_onto(self.index, accumulated, owner=owner)

@@ -13,7 +13,8 @@ def stats(model: nn.Module) -> dict[str, Any]:
     Returns:
         gathered_bytes, reduced_bytes: dtype name -> bytes of the unsharded tensors that this rank all-gathered, and of
             the unsharded gradients that it reduce-scattered.
-        replica_bytes: on a 2-D mesh, bytes of gradients received from ranks with the same shards, or from other hosts.
+        replica_bytes: on a 2-D mesh, bytes of gradients received from ranks with the same shards; with
+            `states="global"`, from other hosts.
         host_shard_bytes: with `states="global"`, bytes of parameters that this rank received from other hosts.
         gathers, reduces: number of tensors all-gathered, and of gradients reduced. A bucket of five tensors counts 5.
         domain_bytes: sums of gathered and reduced bytes, one for each mesh that shards parameters. The mesh of

@@ -100,7 +100,7 @@ class BlockOrder(UnitOrder):
     def read(self, unit: Unit) -> None:
         """Unshard block `unit` until the outermost forward ends, because eager code reads a parameter of it.
 
-        All ranks must do so. This gather is not prefetched, so if one rank does not read the block, all ranks raise.
+        All ranks must do so: a rank that does not read the block issues no gather for it, so all ranks raise.
         """
         unit.follow_requires_grad()
         if unit.is_here:
@@ -228,7 +228,7 @@ def _end(unit: Unit, begun: _BlockCall | None, result: Any) -> Any:
 
 @torch.compiler.disable
 def _leave(unit: Unit, begun: _BlockCall | None) -> None:
-    """Reshard the block after a forward, also one that raised. If `read` has opened the block, `end_reads` does so."""
+    """Reshard the block after a forward, also one that raised. `end_reads` reshards one that `order.read` opened."""
     unit.in_forward, unit.call = False, None
     if unit in unit.order.read_units:
         return
@@ -323,7 +323,7 @@ def _call_compiled(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _opened_by(module: nn.Module) -> tuple[Unit, ...]:
-    """Return the blocks with parameters in `module` that its outermost call must open, because no module in it does."""
+    """Return the blocks with parameters but no `opener` in `module`. An outermost call of `module` must open them."""
     opened: tuple[Unit, ...] | None = module.__dict__.get(OPENED)
     if opened is None:
         inside = set(module.modules())

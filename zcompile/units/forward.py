@@ -139,7 +139,8 @@ def _connect(call: UnitCall, entry: torch.Tensor, result: Any, given: Any) -> An
     """Return the unit's `result`, whose backward begins with `_Exit` and ends with `_Entry`, the node of `entry`."""
     values = tensors_in(result)
     call.has_result = bool(values)
-    # Arguments skip `_Exit`, which returns aliases: autograd would not see a change of an alias as one of the argument.
+    # Results that are arguments, or views of them, skip `_Exit`. It returns aliases, and autograd would not see an
+    # in-place write to an alias as a write to the argument.
     known = {id(_base_of(value)) for value in tensors_in(given)}
     places = [i for i, value in enumerate(values) if _is_differentiable(value) and id(_base_of(value)) not in known]
     # Results without gradient get no grad_fn: a buffer to which they are added would keep the graphs of all steps.
@@ -166,7 +167,6 @@ def _is_differentiable(value: torch.Tensor) -> bool:
 
 
 def records_graph() -> bool:
-    """Whether autograd records the forward of a unit, and no transform of torch.func is active."""
     return torch.is_grad_enabled() and not is_transformed()
 
 

@@ -255,7 +255,7 @@ class UnitOrder:
                 self.start_reduce(unit, unit.leaves())
 
     def end_round(self) -> None:
-        """Issue the remaining collectives of one forward's backward. One call of autograd may run those of several."""
+        """Issue the remaining collectives of one forward's backward. A call of autograd may run several backwards."""
         self.make_up(self.backward, len(self.backward.events))
         self.backward.at = 0
         self.rounds -= 1
@@ -297,7 +297,7 @@ class UnitOrder:
     # --- backward ----------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Begin the backward of a forward of the whole model."""
+        """Note that a backward of the whole model begins. If no other one runs, prefetch its first unit."""
         self.queue_callback()
         self.rounds += 1
         self.begun_rounds += 1

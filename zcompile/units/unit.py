@@ -120,7 +120,7 @@ class Unit:
         others = [i for i, each in enumerate(self.sharded) if each.extension is not None]
         by_model = itertools.groupby(sorted(others, key=self._domain_at), key=self._domain_at)
         self.extended = [self._extended(list(positions)) for _, positions in by_model]
-        # Module that reads some of `sharded` -> its `_parameters`, and name -> position in `sharded`.
+        # Module that reads some of `sharded` -> names of these parameters in it -> their positions in `sharded`.
         tables: dict[nn.Module, dict[str, int]] = {}
         for i, each in enumerate(self.sharded):
             for module, name in each.owners:
