@@ -46,7 +46,8 @@ class Exchange:
     work: dist.Work
 
 
-# Checks with an all-reduce in flight for which this rank did not wait.
+# Checks for which this rank did not wait, because it had started no collective since the check before. While this rank
+# waits for another check, `finish` looks at their results.
 _late: "weakref.WeakSet[OrderCheck]" = weakref.WeakSet()
 
 
@@ -179,7 +180,7 @@ class OrderCheck:
         raise self.missing(number, "Ranks started different gathers and reduces, but none reported in time which.")
 
     def marks(self, exchange: Exchange) -> dict[int, Marks]:
-        """Return the collectives that this rank had started at the check of `exchange`, by index in `logs`."""
+        """Return {index in `self.logs`: the log's collectives that this rank had started when `exchange` began}."""
         said = {}
         for log, (place, (count, value)) in enumerate(zip(self.places, exchange.digests, strict=True)):
             marks = [mark for mark in self.runtime.order(log) if mark[0] <= count]

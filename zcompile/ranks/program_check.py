@@ -56,7 +56,7 @@ class Agreement:
         self.round = 0
 
     def check(self, lines: Sequence[Line]) -> None:
-        """Wait until each other rank has reached the program of `lines`, or has started more collectives than this one.
+        """Wait until each other rank has reached the program of `lines`, or is ahead of this rank (see `_has_come`).
 
         Raises:
             RuntimeError: another rank waits with a different program: both ranks raise, with the first line that
@@ -74,7 +74,7 @@ class Agreement:
                 self._fail(self.store.get(f"{self.round}/failed").decode())
             for rank in missing:
                 theirs = self._waiting_program(rank, key)
-                # Meanwhile, `rank` may have reached the program, or started more collectives than this rank.
+                # Ask again: `rank` may have come meanwhile. If it is ahead, `theirs` is for a later place: no conflict.
                 if theirs is not None and not self._has_come(rank, key, position):
                     self._fail(self._difference(list(map(str, lines)), rank, theirs))
             if time.monotonic() > deadline:
@@ -90,8 +90,9 @@ class Agreement:
     def largest(self, lines: Sequence[Line], number: int) -> int:
         """Return the largest `number` that ranks pass for the program of `lines`, so that all compile it by one plan.
 
-        Only ranks that have started equally many collectives exchange numbers. Those that have started more run code
-        compiled with an earlier result, so the result is at least this rank's last one. Raises as `check` does.
+        Ranks that have started more collectives than this rank pass no number: they run code that they compiled
+        earlier. If there are any, the result is at least the previous one for `lines`, as their plan may come from it.
+        If it is larger, plans differ; order_watch.py compares the ranks' collectives. Raises as `check` does.
         """
         here = [*lines, Line(f"is compiled after {self.started(self.rank)} gathers and reduces")]
         names = {rank: f"{self.round}/{_key(here)}/{rank}/number" for rank in self.ranks}
@@ -109,7 +110,10 @@ class Agreement:
         self._end_round(f"zcompile: rank {self.rank} {reason}")
 
     def _has_come(self, rank: int, key: str, position: int) -> bool:
-        """Whether `rank` has reached program `key`, or may never: it has started more than `position` collectives."""
+        """Whether `rank` has reached program `key`, or is ahead: it has started more collectives than this rank.
+
+        `position`: this rank's count. A rank that is ahead runs programs compared earlier, and may never reach `key`.
+        """
         if self.store.check([f"{self.round}/{key}/{rank}"]):
             return True
         waiting = self._waiting(rank)
@@ -125,7 +129,7 @@ class Agreement:
         self.round += 1
 
     def _waiting(self, rank: int) -> tuple[str, int] | None:
-        """Return the key of the program with which `rank` waits, and its count of collectives. None: no wait."""
+        """Return (key of the program that `rank` waits to run, number of collectives it has started). None: no wait."""
         name = f"{self.round}/waiting/{rank}"
         value = json.loads(self.store.get(name)) if self.store.check([name]) else None
         return None if value is None else (value[0], value[1])

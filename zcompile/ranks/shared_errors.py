@@ -24,7 +24,7 @@ def raised_on_all_ranks(
     """Context manager that raises RuntimeError on all ranks if its `with` block raised on one. All ranks enter it.
 
     The block must contain no collective call. The error's text begins with `failure`, where {} stands for the rank that
-    raised. Then come this rank's `Progress.at` and exception.
+    raised. Then come that rank's `Progress.at` and exception.
     """
     progress, error = Progress(), None
     try:
