@@ -210,10 +210,10 @@ class LocalStep:
             self.in_backward = False
 
     def collect(self, group: dict[str, Any], *lists: list[Any]) -> bool:
-        """Step the model's parameters in `group`. Append the tensors of the others to `lists` as torch's method does.
+        """Step the model's parameters in `group`. Append the tensors of the rest to `lists`, as `_init_group` does.
 
-        Parameters without states first get them from torch's method. Unless their moments lie in host memory, torch
-        also steps parameters that are sharded unlike their gradients or moments, or that a GradScaler unscales.
+        torch then steps the rest. Unless their moments lie in host memory, it includes parameters of the model that are
+        sharded unlike their gradients or moments, or that a GradScaler unscales. `_init_group` makes missing states.
         """
         optimizer, state = cast(Any, self.optimizer()), self.state
         collect = self.collect_others or functools.partial(type(optimizer)._init_group, optimizer)

@@ -56,7 +56,7 @@ class HostLink:
         yield
 
     def join(self) -> None:
-        """Make the program's work enqueued from now on wait for the second stream of `aside`."""
+        """Make the program's work enqueued from now on wait for the work of all `aside` blocks so far."""
 
     def release(self, buffer: torch.Tensor) -> None:
         """Before the caller drops `buffer`: keep its memory from reuse until all queues are done with it."""

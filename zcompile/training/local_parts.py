@@ -7,7 +7,6 @@ from torch.distributed.tensor import DTensor
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor, or any other tensor itself."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
 

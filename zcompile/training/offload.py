@@ -62,7 +62,7 @@ class HostStates(defaultdict[torch.Tensor, dict[str, Any]]):
     __copy__ = copy
 
     def __reduce__(self) -> Any:
-        """Copy and pickle as a plain mapping, without the offloads."""
+        """Deep-copy and pickle as a plain defaultdict: no step writes to the copied tensors, so reads need not wait."""
         return defaultdict, (dict, dict(self.items()))
 
 
@@ -339,7 +339,7 @@ class Offload:
         return {**state_dict, "state": states}
 
     def _finish_load(self, optimizer: torch.optim.Optimizer) -> None:
-        """Post-hook of `load_state_dict`: copy `Loaded` moments to host memory, and restore `HostStates`."""
+        """After `load_state_dict`: copy `Loaded` moments to host memory, and torch's new `state` to a `HostStates`."""
         for state in optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, Loaded):

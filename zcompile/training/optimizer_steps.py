@@ -33,7 +33,7 @@ def _install_hooks() -> None:
 
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    """Hook before a step: compare collectives. If there is a closure, return arguments with a closure that compares."""
+    """Hook before a step: check that ranks have started the same collectives, and again after a closure's backward."""
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
         return None
     states = [state for state in _held_by(optimizer) if state.order_check is not None]

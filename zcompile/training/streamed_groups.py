@@ -33,7 +33,8 @@ class Piece:
         return self.end - self.begin == self.numel
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the piece's elements of `tensor`. If all, no view: p2p steps overwrite no gradient that has a view."""
+        """Return the piece's elements of `tensor`: a view, or `tensor` itself if these are all."""
+        # No view of all: p2p's step writes copies of shards over gradients without views only, and casts others later.
         return tensor if self.is_whole else tensor.reshape(-1)[self.begin : self.end]
 
     def in_buffer(self, buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -120,7 +121,7 @@ class Stream:
         slot.free = self.copied_out = link.mark(Queue.TO_HOST)
 
     def close(self) -> None:
-        """Free the device buffers. Their memory is reused after all queues are done with it."""
+        """Free the device buffers. Their memory is not reused before all streams of `self.link` are done with it."""
         for slot in self.slots:
             self.link.release(slot.buffer)
         self.slots = []

@@ -58,9 +58,10 @@ def _compiles_by_itself(module: nn.Module, args: Any, kwargs: Any) -> bool:
 
 
 def _gathers(module: nn.Module) -> bool:
-    """Whether ranks agree before forwards of `module`, because these gather; in `zcompile.unshard` they do not."""
+    """Whether ranks wait for each other before forwards of `module`: these gather, unless in `zcompile.unshard`."""
     state: ShardedModel = module.__dict__[STATE]
-    # For a unit, ranks do not agree: outside of its model's forward, a program must call it alike on all ranks.
+    # Not for a unit: a finished rank cannot repeat its gathers. Outside of its model's forward, a program must call it
+    # equally often on all ranks.
     if state.runtime.world == 1 or state.are_units or is_fake(state.mesh):
         return False
     return not all(each.is_whole for each in sharded_parameters_in(module))
@@ -104,7 +105,7 @@ class Generation:
         self.state.runtime.record_gathers()
 
     def keep_recording(self) -> None:
-        """Store the gathers of the forward before which `announce` was last called."""
+        """Store the gathers recorded since the last `announce`, for `replay` after this rank has finished."""
         if self.last:
             self.recordings[self.last] = self.state.runtime.stop_recording()
         self.last = 0
@@ -122,7 +123,7 @@ class Generation:
             self.replay(self.recordings[running[0]])
 
     def meet(self, number: int) -> list[int]:
-        """Wait until all ranks call this, so that all run the same module next. Return the number that each rank gave.
+        """Wait until all ranks call this. Return the number that each gave. Raise, as `check` does, if modules differ.
 
         `number`: of the module that this rank runs next, or a state such as `_DONE`.
         """
