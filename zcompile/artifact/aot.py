@@ -60,7 +60,7 @@ class Made(NamedTuple):
     sources: list[tuple[str, int, int, str]]
     # Dynamo's guards that a file cannot hold: those on process groups, and those that compare an object by identity.
     # For each: a Python expression for the object (L: the call's arguments, G: globals), the object, and whether each
-    # call must compare the object (a global or a process group).
+    # call compares it (a global or a process group); other objects are compared only when a file is loaded.
     dropped: list[tuple[str, Any, bool]]
     meshes: set[DeviceMesh]  # meshes that the traced code reads
 
@@ -71,7 +71,7 @@ def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend, gr
     Args:
         backend: compiles the graph that Dynamo captured. It returns a callable with a method `serialize`, such as
             Inductor's, or raises `Reused` if an older file has the code.
-        groups: name -> place of the process groups that the model's own collectives may use.
+        groups: name of a process group that collectives of the model may use -> its place: a mesh and a dimension.
 
     Raises:
         torch._dynamo.exc.Unsupported: the model has graph breaks.
@@ -118,7 +118,8 @@ def _save_objects(artifacts: Any) -> bytes:
     modules = {name: value.__name__ for name, value in objects.items() if inspect.ismodule(value)}
     try:
         return pickle.dumps((modules, {name: value for name, value in objects.items() if name not in modules}))
-    except (pickle.PicklingError, TypeError, AttributeError) as error:  # `program.make` adds the remedy
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        # `error` names the object's type; `make` in program.py adds "Compile without an artifact."
         raise RuntimeError(f"the model's code reads an object that cannot be pickled: {error}") from error
 
 
@@ -186,7 +187,7 @@ class _Saved(SerializableCallable):
         return cls(None)  # callable after `load`
 
     def load(self, entry: bytes, groups: Groups) -> None:
-        """Unpickle `entry` (`Code.entry`), and put this rank's process groups into its code, which calls then run."""
+        """Unpickle `entry` (`Code.entry`) with this rank's process groups: the code that calls of this object run."""
         loaded = pickle.loads(entry)
         kernels.install_modules(loaded, groups)
         self.compiled = deserialize_bundled_cache_entry(loaded)
@@ -231,7 +232,7 @@ class Loaded:
         return "; ".join(map(str, guards.check_verbose(arguments).verbose_code_parts)) or "a guard does not hold"
 
     def look_up(self, expression: Any, model: nn.Module) -> Any:
-        """Return the value in this process of `expression`, text or code that names objects in `Made.dropped`."""
+        """Evaluate in this process an expression of `Made.dropped`, or a compiled tuple of such expressions."""
         return eval(expression, {"L": {"self": model}, "G": self.function.fn.__globals__})
 
 

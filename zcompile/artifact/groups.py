@@ -93,7 +93,7 @@ def groups_of(model: nn.Module) -> Groups:
 
 
 def with_places(code: str, groups: Groups) -> str:
-    """In Inductor's code, replace the last argument of collectives, a process group's name, by the group's place."""
+    """In Inductor's code, replace the group's name in each collective by its place, a text equal on all ranks."""
     saved = code
     for call in ast.walk(ast.parse(code)):
         op = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
@@ -107,7 +107,7 @@ def with_places(code: str, groups: Groups) -> str:
 
 
 def with_names(code: str, groups: Groups) -> str:
-    """Replace each place that `with_places` wrote by the name of this rank's process group."""
+    """Replace each text that `with_places` wrote for a process group by the name of this rank's group."""
     for name, place in groups.items():
         code = code.replace(repr(place), repr(name))
     return code

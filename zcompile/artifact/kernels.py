@@ -48,7 +48,8 @@ class Kernels(AsyncCompile):
     def cpp_pybinding(self, argtypes: list[str], source_code: str) -> Any:
         key = kernel_key(argtypes, source_code)
         if key not in _files:
-            raise RuntimeError(f"zcompile: the artifact lacks C++ kernel {key[:12]}. Delete the file, and rerun.")
+            # `FromFile` (model.py) puts the path of the artifact before this text.
+            raise RuntimeError(f"zcompile: the artifact lacks C++ kernel {key[:12]}. Delete the artifact, and rerun.")
         return CppPythonBindingsCodeCache._load_library_inner(str(_files[key]), key).kernel
 
 
@@ -93,8 +94,8 @@ def take_kernels(entry: Any, groups: Groups) -> dict[str, bytes]:
             owner, _, kind = ast.unparse(call.func).rpartition(".")
             if owner != "async_compile":
                 continue
-            if kind not in KNOWN:  # `program.make` adds the remedy
-                raise RuntimeError(f"Inductor compiled kernels by {kind!r}; a file holds only C++ and Triton kernels")
+            if kind not in KNOWN:  # `make` in program.py adds "Compile without an artifact."
+                raise RuntimeError(f"the model needs an Inductor kernel of kind {kind!r}, neither C++ nor Triton")
             if kind == "cpp_pybinding":
                 argument_types, source = map(ast.literal_eval, call.args)
                 kernel = CppPythonBindingsCodeCache.load_pybinding(argument_types, source)

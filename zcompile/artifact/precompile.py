@@ -92,13 +92,14 @@ def compiled_by_another_process(arguments: argparse.Namespace, rank: int, earlie
 
 
 def precompile(arguments: argparse.Namespace, earlier: Artifact | None) -> tuple[bytes, list[int]]:
-    """Compile the user's training program for all ranks with the tensor parallel coordinates of `--rank` (default 0).
+    """Compile the user's training program for all ranks at the position of rank `--rank` (default 0).
 
     Args:
         earlier: an older artifact, whose code is kept for graphs that did not change.
 
     Returns:
-        The bytes of a file for these ranks, and the ranks that must compile: the first at each of all coordinates.
+        A file's bytes, and the values of `--rank` that cover all ranks: the first rank at each position, a combination
+        of coordinates in tensor and expert parallelism ([Note: positions] in groups.py).
 
     Raises:
         BadInput: the program's file, its `build` function, or the results of this function are wrong.

@@ -60,7 +60,9 @@ def make(
     main_module: str = "",
     earlier: Artifact | None = None,
 ) -> bytes:
-    """Compile `model(*args, **kwargs)` for ranks at this rank's position, without running it. Return a file's bytes.
+    """Compile `model(*args, **kwargs)`, without running it, into a file. Return the file's bytes.
+
+    The file is for all ranks with this rank's coordinates in tensor and expert parallelism, see `positions_of`.
 
     Args:
         settings: options that `check_artifact` of model.py accepted.
@@ -158,7 +160,7 @@ def _code(artifact: Artifact, program: Mapping[str, Any]) -> aot.Code:
 
 
 def merge(files: Sequence[bytes]) -> bytes:
-    """Merge files that `make` returned for different calls, or for ranks at different positions, into one file."""
+    """Merge into one file the files that `make` returned for different calls (input shapes) or `positions_of` ranks."""
     artifacts = [decode(each, f"part {i}") for i, each in enumerate(files)]
     first = artifacts[0]
     programs: dict[Any, Mapping[str, Any]] = {}
@@ -194,7 +196,7 @@ def first_line(error: Exception) -> str:
 
 
 def _functions(made: aot.Made, model: nn.Module) -> list[tuple[str, str, bool]]:
-    """List the objects in `Made.dropped`: (Python expression, `_identity`, whether each call must find this object)."""
+    """Return the entries of `Made.dropped` that a loaded file can compare, with `_identity` in place of the object."""
     groups = groups_of(model)
     loaded = aot.Loaded(made.program, made.objects, made.code, groups)
     found: dict[str, tuple[str, str, bool]] = {}
