@@ -52,7 +52,7 @@ def _numbers(name: str, text: str) -> list[int]:
 
 
 def _tables(name: str) -> tuple[Hardware, Hardware]:
-    """Return rates for plans, the same as in training, and for predictions, which take all values of a calibration."""
+    """Return rates for plans (of a calibration, only those that training takes: `tables_of`) and for predictions."""
     if name in TABLES:
         return TABLES[name], TABLES[name]
     try:

@@ -55,8 +55,6 @@ class Width(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedGraph:
-    """One graph after the compiler passes, with predicted times and memory."""
-
     kind: str  # "forward" or "backward"
     nodes: int
     gathers: tuple[Gather, ...]  # the all-gathers of whole parameters, in the order in which they start

@@ -27,7 +27,8 @@ def step_of(explained: Explanation, microbatches: int) -> PlannedStep:
     If `explained.cached_graphs` is not empty, the step runs in `zcompile.accumulate`. Otherwise, an extra op adds up
     gradients after each backward but the first.
     """
-    # All bytes of earlier microbatches' gradients. With p2p, half of the last one's is in copies of shards.
+    # Gradients of earlier microbatches count in full. Those of the running backward are in its `live_bytes`, which
+    # leaves out gradients in the memory of p2p's cached shards (`gradient_fraction`).
     earlier_bytes = GRADIENT_BYTES * -(-explained.parameters // explained.world)
     caches = microbatches > 1 and bool(explained.cached_graphs)
     peak_bytes = explained.gradient_bytes if microbatches == 1 else earlier_bytes  # in the optimizer's step

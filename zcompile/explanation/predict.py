@@ -225,5 +225,5 @@ def _dtype_name(node: Node) -> str:
 
 
 def _shards(graph: Graph, named: Collection[Node]) -> set[Node]:
-    """Return the inputs that are shards: those with names, and those of gathers and reduces."""
+    """Return the inputs that are shards: those of gathers and reduces, and `named` (a single rank gathers no shard)."""
     return {*named, *(shard for start in calls(graph, *GATHERS, GATHER_ROWS, *REDUCES) for shard in shards_of(start))}

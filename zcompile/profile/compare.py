@@ -26,7 +26,7 @@ STRAYS = {"fp32": 1e-3, "bf16": 1e-2, "autocast": 1e-2}  # a larger relative dif
 
 
 def count(job: Job) -> dict[str, Any]:
-    """Count parameters and FLOPs by `flops.count_step`, for a user's module (`job.module`) in a new process."""
+    """Count parameters and FLOPs by `flops.count_step`; a user's module, which may crash or hang, in a new process."""
     if job.module:
         function_of(job.module)
         return _counted_apart(job)

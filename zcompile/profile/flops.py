@@ -75,7 +75,7 @@ def grouped_product_flops(left: torch.Size, right: torch.Size, *_: Any, **__: An
 
 
 def _unless_recomputed(formula: Callable[..., int]) -> Callable[..., int]:
-    """Let `formula` count 0 in recomputations of activation checkpointing: in backward, only they enable gradients."""
+    """Let `formula` count 0 where gradients are enabled: in a backward, only in recomputations of checkpointing."""
 
     @functools.wraps(formula)
     def counted(*args: Any, **kwargs: Any) -> int:

@@ -31,7 +31,8 @@ class Parts:
     communication_ms: float
     exposed_ms: float
     idle_ms: float
-    # Intervals of "compute", "communication" and "host link" in the last step (of mean length), ms since it began.
+    # Intervals of "compute", "communication" and "host link" in the last step, ms since it began. It is taken to begin
+    # one mean step time before the end of the traced steps.
     timeline: dict[str, list[Interval]]
 
     def at_speed(self, timed_ms: float) -> "Parts":

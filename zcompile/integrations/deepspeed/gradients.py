@@ -65,7 +65,7 @@ class ReducedSquares:
             runtime.collect_squares()
 
     def note(self, parameter: ZeroParameter, grad: torch.Tensor) -> None:
-        """Remember `grad` as the unchanged result of the reduce of `parameter`."""
+        """Note the version of `grad`, the reduced gradient of `parameter`, so that `of` notices later changes."""
         self.versions[parameter.ds_id] = grad._version
 
     def of(self, parameter: ZeroParameter, grad: torch.Tensor) -> torch.Tensor | None:

@@ -105,7 +105,7 @@ class LeanStep:
             self.restore_buffers()
 
     def alias_main_parameters(self) -> None:
-        """Let main parameters share the memory of partitions of their dtype and device. Their values are kept."""
+        """Store DeepSpeed's flat main parameters in the memory of their partitions, if dtypes and devices are equal."""
         optimizer = self.optimizer
         if self.link is not None:
             return
@@ -208,7 +208,7 @@ class LeanStep:
         return list(norms)
 
     def prepare_fp32_grad_for_sub_group(self, sub_group: int) -> None:
-        """Move a sub-group's gradients to `pending`. If `cut` does not split it, DeepSpeed flattens them."""
+        """Put a sub-group's gradients in `pending` for `optimizer_step`. DeepSpeed flattens them if `cut` gave None."""
         optimizer = self.optimizer
         try:
             self.current = self.sub_groups.pop(sub_group) if sub_group in self.sub_groups else self.cut(sub_group)
@@ -259,13 +259,13 @@ class LeanStep:
     # --- Replacements of methods that users call between steps ---
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Call DeepSpeed's method, and empty `gradients`. A running step reads `averaged_gradients` instead."""
+        """Call DeepSpeed's method, and empty `gradients`. A step calls it, too, but reads `averaged_gradients`."""
         self.originals["zero_grad"](*args, **kwargs)
         if self.cached_gradients is not None:
             self.cached_gradients.clear()
 
     def edit(self, name: str, value: torch.Tensor, parameter: ZeroParameter) -> None:
-        """Call DeepSpeed's method `name`, which changes a gradient. The new version makes `square` sum it up anew."""
+        """Let DeepSpeed's method `name` edit a gradient, and increment its version, so that `square` sums it anew."""
         self.originals[name](value, parameter)
         if self.cached_gradients is not None and parameter.requires_grad:
             torch.autograd.graph.increment_version(self.cached_gradients[parameter.ds_id])

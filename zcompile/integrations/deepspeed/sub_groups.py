@@ -12,7 +12,7 @@ from torch import nn
 
 
 class SubGroup:
-    """A flat main parameter and its optimizer state, with views [elements of a partition] for each parameter in it."""
+    """DeepSpeed's flat main parameter and its optimizer state, with views of both for each parameter's partition."""
 
     def __init__(self, flat: nn.Parameter, state: dict[str, Any], lengths: list[int]):
         """`flat` is the main parameter, [sum of `lengths`]. `lengths`: elements in the partition of each parameter."""

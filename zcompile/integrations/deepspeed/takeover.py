@@ -337,7 +337,7 @@ def unsupported(engine: Any) -> str:
 
 
 def _let_timer_synchronize(engine: Any, synchronize: bool) -> None:
-    """Set whether DeepSpeed's timer synchronises with the device. It need not: a step waits for the gradient norm."""
+    """Set whether DeepSpeed's timer waits for the device. It need not: each step waits to read the gradient norm."""
     timer, config = engine.tput_timer, engine._config
     if "synchronized" not in config._param_dict.get("timers", {}).get("throughput", {}):
         timer.config = timer.config.model_copy(update={"synchronized": synchronize})

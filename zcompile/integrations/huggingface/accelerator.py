@@ -40,8 +40,9 @@ class Accelerator(accelerate.Accelerator):
     states in host memory, by `fuse_optimizer(offload="states")`, or "moments" if there is no `param_dtype`.
 
     Raises:
-        ValueError: `fsdp_plugin` is for FSDP1 or has a setting that zcompile lacks; or arguments ask for FSDP in the
-            environment, DeepSpeed, Megatron-LM, `parallelism_config`, fp16, fp8 or another compile backend.
+        ValueError: `fsdp_plugin` is for FSDP1 or has a setting that zcompile lacks; or the environment asks for FSDP
+            (ACCELERATE_USE_FSDP); or arguments or the environment ask for DeepSpeed, Megatron-LM,
+            `parallelism_config`, fp16, fp8 or another compile backend.
     """
 
     _shard_options: Mapping[str, Any] = {}
