@@ -93,8 +93,8 @@ std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request)
   return end();
 }
 
-// Logs the order of means over replicas, which are collectives. Pieces ([Note: reduces in pieces]) need no log: if
-// ranks push different pieces, the tags of their signals differ, and the watchdog raises.
+// Records the order of means over replicas, which are collectives: ranks compare it (order_log.h). Not that of pieces
+// ([Note: reduces in pieces]): if ranks push different ones, tags of their signals differ, and the watchdog raises.
 void Reducer::note(const Collective& next, const ShardedParam& param) {
   if (replicas_ && !context_.defers_replicas()) replicas_->append(next, param.name);
 }

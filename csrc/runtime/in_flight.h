@@ -48,7 +48,8 @@ class InFlightTable {
   // Removes and returns the transfer into `destination`, with its model. Empty if there is none, or if ~Model runs.
   std::optional<std::pair<std::shared_ptr<Model>, InFlight>> finish(const at::Tensor& destination);
   void cache_on_arrival(const at::Tensor& unsharded, ParamState* param);  // gather_wait adds it to the microbatch cache
-  // Waits for and removes transfers that a forward or backward left when it raised; not those of units (`is_kept`).
+  // Waits for and removes transfers that a forward or backward left when it raised; not those with `is_kept`, for which
+  // their units wait later.
   void abandon(const std::weak_ptr<Model>& model);
   // Removes the transfers of a model that is being destroyed. Does not wait for them, because a wait may start a
   // collective (HSDP's sum over replicas) that other ranks do not start. Transfers that still run keep their memory.

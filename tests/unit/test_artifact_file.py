@@ -205,7 +205,7 @@ def test_a_rank_that_loads_code_puts_in_the_names_of_its_groups():
 
 
 def test_collectives_over_unknown_groups_are_refused():
-    with pytest.raises(RuntimeError, match="over group '5', which no parameter's mesh has"):
+    with pytest.raises(RuntimeError, match="over group '5', and no parameter's mesh has this group"):
         with_places(CODE, {"3": "mesh 0"})
 
 

@@ -100,7 +100,7 @@ def with_places(code: str, groups: Groups) -> str:
         if isinstance(call, ast.Call) and op.startswith(COLLECTIVES) and ".wait_tensor" not in op:
             group = ast.literal_eval(call.args[-1])
             if group not in groups:  # `program.make` adds the remedy
-                raise RuntimeError(f"the code has a collective over group {group!r}, which no parameter's mesh has")
+                raise RuntimeError(f"a collective is over group {group!r}, and no parameter's mesh has this group")
             text = str(ast.get_source_segment(code, call))
             saved = saved.replace(text, text.replace(repr(group), repr(groups[group])))
     return saved

@@ -118,7 +118,7 @@ def _read_config(name: str) -> Any:
     try:
         from transformers import AutoConfig
     except ImportError:
-        raise BadInput(f"no model {name!r}: {known}, for which transformers is not installed") from None
+        raise BadInput(f"no model {name!r}: {known}, which needs transformers: pip install transformers") from None
     try:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:

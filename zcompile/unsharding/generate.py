@@ -28,7 +28,8 @@ from zcompile.unsharding.unshard import sharded_parameters_in
 gather_group_start = torch.ops.zcompile.gather_group_start.default
 gather_wait = torch.ops.zcompile.gather_wait.default
 
-# Numbers that ranks exchange before a forward: states, or called modules (_FOREIGN: outside of the one that generates).
+# Ranks exchange one of these before a forward: this rank failed, has finished (before its first forward), or calls a
+# module outside of the one that generates (_FOREIGN) or in it (_FIRST_MODULE + its index).
 _FAILED, _DONE, _DONE_WITHOUT_FORWARD, _FOREIGN, _FIRST_MODULE = range(5)
 
 Recording = list[tuple[list[int], torch.dtype]]  # of each transfer: indices of its parameters, and the dtype
