@@ -43,6 +43,7 @@ CHANGES = {  # a change, or a context in which the next call is, and the error
     "autocast": (lambda model: torch.autocast("cpu", torch.bfloat16), "autocast"),
     "deterministic": (lambda model: during(torch.use_deterministic_algorithms, True, False), "deterministic"),
     "other function": (lambda model: patch(artifacts, "squared_relu", torch.relu), FUNCTION_REPLACED),
+    "other function of a module": (lambda model: setattr(model, "activate", torch.relu), FUNCTION_REPLACED),
     "other forward": (
         lambda model: patch(artifacts.Mixed, "forward", lambda self, tokens: self.head(self.embed(tokens))),
         "the forward of Mixed was replaced",
@@ -73,7 +74,7 @@ def edited_lines(module, lines=program._source_lines.__wrapped__):
 
 
 OTHERWISE = {  # where a file is loaded, and the error
-    "another function": (lambda: patch(artifacts, "squared_relu", artifacts.as_bytes), "with another .*squared_relu"),
+    "another function": (lambda: patch(artifacts, "squared_relu", artifacts.as_bytes), "squared_relu is no longer"),
     "another forward": (lambda: patch(artifacts.Mixed, "forward", lambda self, x: x), "modules: made for"),
     "an edited source": (
         lambda: patch(program, "_source_lines", edited_lines),

@@ -196,7 +196,7 @@ class Sliced(nn.Linear):
     "kind, told",
     [
         (Sliced, r"its forward uses the mesh \('tp',\)"),
-        (Reducing, "a collective is over process group"),
+        (Reducing, "a collective is over group"),
         (Numbered, r"line \d+ of module .*`return super\(\).forward\(x . dist.get_rank\(\)\)`"),
     ],
 )

@@ -45,6 +45,7 @@ class Mixed(nn.Module):
         self.embed = nn.Embedding(VOCABULARY, 6)
         self.up, self.down = nn.Linear(6, 7), nn.Linear(7, 6)
         self.up.bias.requires_grad_(False)
+        self.activate = squared_relu
         self.drop = nn.Dropout(0.0)  # reads `training`
         self.scale, self.shift = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.ones(1))
         self.register_buffer("offset", torch.arange(6.0))
@@ -53,7 +54,7 @@ class Mixed(nn.Module):
 
     def forward(self, tokens):
         x = self.embed(tokens)
-        x = x + self.down(squared_relu(self.up(self.drop(x)))) * self.scale
+        x = x + self.down(squared_relu(self.up(self.drop(x)))) * self.scale + self.activate(x)
         return self.head(x + self.shift * self.offset.to(x.dtype))
 
 
@@ -62,7 +63,6 @@ def squared_relu(x):
 
 
 def tokens_of(step, rank, length=4):
-    """[2, length]"""
     return torch.randint(0, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(10 * step + rank))
 
 

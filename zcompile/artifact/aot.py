@@ -59,9 +59,8 @@ class Made(NamedTuple):
     # (module, first line, line after the last, SHA-256 of the text) of each traced function.
     sources: list[tuple[str, int, int, str]]
     # Dynamo's guards that a file cannot hold: those on process groups, and those that compare an object by identity.
-    # For each: a Python expression for the object (L: the call's arguments, G: globals), the object, and whether each
-    # call compares it (a global or a process group); other objects are compared only when a file is loaded.
-    dropped: list[tuple[str, Any, bool]]
+    # For each: a Python expression for the object (L: the call's arguments, G: globals), and the object.
+    dropped: list[tuple[str, Any]]
     meshes: set[DeviceMesh]  # meshes that the traced code reads
 
 
@@ -77,7 +76,7 @@ def compile_ahead(model: nn.Module, args: Any, kwargs: Any, backend: Backend, gr
         torch._dynamo.exc.Unsupported: the model has graph breaks.
         RuntimeError: a part of the compiled program cannot be saved.
     """
-    dropped: list[tuple[str, Any, bool]] = []
+    dropped: list[tuple[str, Any]] = []
     meshes: set[DeviceMesh] = set()
 
     def keep(guards: Sequence[Any]) -> Sequence[bool]:
@@ -127,7 +126,7 @@ def _is_group(guard: Any) -> bool:
     return guard.has_value and isinstance(guard.value, dist.ProcessGroup)
 
 
-def _is_saved(guard: Any, dropped: list[tuple[str, Any, bool]]) -> bool:
+def _is_saved(guard: Any, dropped: list[tuple[str, Any]]) -> bool:
     """Return whether a file holds `guard`, a guard of Dynamo.
 
     Guards on shards are left out, because shard sizes differ between ranks. Guards on process groups and on the
@@ -141,7 +140,7 @@ def _is_saved(guard: Any, dropped: list[tuple[str, Any, bool]]) -> bool:
     if not _is_group(guard) and kinds.isdisjoint(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES):
         return True
     if guard.has_value:
-        dropped.append((guard.orig_guard.name, guard.value, guard.is_global or _is_group(guard)))
+        dropped.append((guard.orig_guard.name, guard.value))
     return False
 
 

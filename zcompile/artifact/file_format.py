@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MAGIC = b"zcompile artifact 4\n"
+MAGIC = b"zcompile artifact 5\n"
 LENGTH_BYTES = 8  # size of the field with the header's length, little-endian
 
 

@@ -195,18 +195,18 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _functions(made: aot.Made, model: nn.Module) -> list[tuple[str, str, bool]]:
+def _functions(made: aot.Made, model: nn.Module) -> list[tuple[str, str]]:
     """Return the entries of `Made.dropped` that a loaded file can compare, with `_identity` in place of the object."""
     groups = groups_of(model)
     loaded = aot.Loaded(made.program, made.objects, made.code, groups)
-    found: dict[str, tuple[str, str, bool]] = {}
-    for expression, value, is_watched in made.dropped:
+    found: dict[str, tuple[str, str]] = {}
+    for expression, value in made.dropped:
         try:
             there = loaded.look_up(expression, model)
         except Exception:  # Dynamo's expression is not valid Python
             continue
         if there is value and not isinstance(there, types.ModuleType):
-            found[expression] = (expression, _identity(there, groups), is_watched)
+            found[expression] = (expression, _identity(there, groups))
     return list(found.values())
 
 
@@ -251,7 +251,7 @@ class Program:
     ):
         """Raises ArtifactError if a function in `functions` has changed since the file, called `name`, was made."""
         self.loaded = loaded
-        self.watched: Any = ""  # compiled expression: global functions and process groups that calls compare
+        self.watched: Any = ""  # compiled expression: functions and other objects that calls compare
         self.found: tuple[Any, ...] = ()  # their values when the file was loaded
         self._check_functions(model, groups, functions, name)
         self.shards = [_Shard(sharded) for _, sharded, _ in parameters_of(model)]
@@ -259,19 +259,17 @@ class Program:
         self.hooks = _Hooks(model)
 
     def _check_functions(self, model: nn.Module, groups: Groups, functions: Sequence[Sequence[Any]], name: str) -> None:
-        """Compare functions and process groups with the traced ones; keep those that `changed` compares at calls."""
-        watched, found = [], []
-        for expression, identity, is_watched in functions:
+        """Compare functions and process groups with the traced ones; keep them, because `changed` compares at calls."""
+        found = []
+        for expression, identity in functions:
             try:
                 value = self.loaded.look_up(expression, model)
             except Exception as error:
                 raise ArtifactError(f"zcompile: {name} needs {expression}: {error!r}. Delete it, and rerun.") from None
             if _identity(value, groups) != identity:
                 raise ArtifactError(f"zcompile: {expression} is no longer {identity}. Delete {name}, and rerun.")
-            if is_watched:
-                watched.append(expression)
-                found.append(value)
-        self.watched = compile(f"({''.join(f'{each}, ' for each in watched)})", "<zcompile>", "eval")
+            found.append(value)
+        self.watched = compile(f"({''.join(f'{each}, ' for each, _ in functions)})", "<zcompile>", "eval")
         self.found = tuple(found)
 
     def changed(self, model: nn.Module, args: Any, kwargs: Any) -> str:
