@@ -179,7 +179,7 @@ class _Predictions:
 
     def graphs_of(self, plan: Plan) -> tuple[list[Traced], int]:
         """Return a cached result of `_traced`, which is the same for all numbers of ranks above 1."""
-        # With a memory limit, what backward recomputes depends on the whole link: machine, transport and ranks.
+        # With a memory limit, the recompute in backward depends on the whole link: machine, transport and ranks.
         kind = plan.link if self.arguments.memory_limit else plan.link.world == 1
         if kind not in self.traced:
             self.traced[kind] = _traced(self.arguments, plan)
