@@ -15,7 +15,7 @@ def connect(plan: ShardPlan, machine: Machine) -> ShardedModel:
         ShardedModel,
         machine=machine,
         native_reduce=options.native_reduce,
-        scale_of_means=scale,
+        inner_mean_scale=scale,
         mesh_of_states=mesh_over_hosts(plan.mesh) if options.over_hosts else None,
     )
     state = make(plan.mesh, divisor=options.gradient_divide_factor)

@@ -69,19 +69,19 @@ class ShardedModel:
         has_units: bool = False,
         domain: int = 0,
         divisor: float | None = None,
-        scale_of_means: float = 1.0,
+        inner_mean_scale: float = 1.0,
         mesh_of_states: DeviceMesh | None = None,
     ):
         """
         Args:
             has_units: whether the parameters are those of units; see [Note: units] in units/unit.py.
             divisor: the number by which the runtime divides sums of gradients. Default: the number of ranks of `mesh`.
-            scale_of_means: as `mean_scale`, for parameters that were DTensors before `shard`. Their meshes contain all
-                ranks of the mesh of `shard`, so this is the number of these ranks divided by `gradient_divide_factor`.
+            inner_mean_scale: as `mean_scale`, for parameters that were DTensors before `shard`. Their meshes contain
+                all ranks of the mesh of `shard`: this is the number of these ranks over `gradient_divide_factor`.
             mesh_of_states: with `states="global"`, the mesh of the main parameters. Default: `mesh`.
         """
         self.domain = domain
-        self.scale_of_means = scale_of_means
+        self.inner_mean_scale = inner_mean_scale
         self.mean_scale = mesh.size() / (divisor or mesh.size())  # for gradients that DTensor averages over `mesh`
         self.mesh = mesh
         self.over_hosts = mesh_of_states is not None  # see [Note: host shards] in csrc/runtime/host_shards.h

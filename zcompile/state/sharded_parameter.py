@@ -150,7 +150,7 @@ class ShardedParameter:
         kind = type(self)
         methods = {"requires_grad_": _standing_in(self, nn.Parameter.requires_grad_, kind.set_requires_grad)}
         if isinstance(self.parameter, DTensor):
-            scale = self.state.mean_scale if self.layout.inner is None else self.state.scale_of_means
+            scale = self.state.mean_scale if self.layout.inner is None else self.state.inner_mean_scale
             read = functools.partial(kind.full_tensor, scale=scale)
             methods["full_tensor"] = _standing_in(self, DTensor.full_tensor, read)
         self.parameter.__dict__ = _Attributes(vars(self.parameter), **methods)
