@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from dataclasses import replace
 from unittest import mock
 
@@ -202,11 +203,7 @@ def peak_bytes(step):
     with torch.profiler.profile(profile_memory=True) as profiler:
         step()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    allocated, most = 0, 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        allocated += event.nbytes()
-        most = max(most, allocated)
-    return most
+    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 class Mixture(nn.Module):
@@ -223,12 +220,12 @@ class Mixture(nn.Module):
         return out.loss, out.logits
 
 
-def peak_under(limit, inner, rank, rows=ROWS, make=None, **of_model):
+def peak_under(limit, inner, rank, rows=ROWS, make=None, param_dtype=None, **of_model):
     """The peak of a forward and a backward beside what the model has all the time, and the gradients."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     model = make() if make else Blocks(COUNT, **of_model)
-    model = compiled(model, inner=inner, options={"memory_limit": limit} if limit else {})
+    model = compiled(model, inner=inner, param_dtype=param_dtype, options={"memory_limit": limit} if limit else {})
     x = normal(0, rank, rows, WIDTH)
     step = lambda: tree_leaves(model(x))[0].backward()
     step()  # compiles
@@ -249,8 +246,9 @@ def test_a_step_keeps_to_the_limit_and_uses_it(rank, world, inner):
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("dtype", [None, slow_case(torch.bfloat16)])
 @pytest.mark.parametrize("again, make", [(6, None), *(slow_case(n, make) for make in (None, Mixture) for n in (0, 3))])
-def test_the_planned_peak_is_that_of_a_step_under_inductor(rank, world, again, make):
+def test_the_planned_peak_is_that_of_a_step_under_inductor(rank, world, again, make, dtype):
     """With `again` of the blocks computed again in backward. The planned peak includes the margin of 3 %."""
     planned, peak_of = {}, memory_limit._peak_bytes
 
@@ -261,9 +259,9 @@ def test_the_planned_peak_is_that_of_a_step_under_inductor(rank, world, again, m
 
     uncached = torch._functorch.config.patch(enable_autograd_cache=False)  # so that the backend plans
     with uncached, mock.patch.object(memory_limit, "_peak_bytes", only_again):
-        peak, _ = peak_under("1GiB", "inductor", rank, make=make)
+        peak, _ = peak_under("1GiB", "inductor", rank, make=make, param_dtype=dtype)
     peak += ROWS * WIDTH * 4  # the input
-    assert peak < planned[again] < 1.06 * peak, (peak, planned)
+    assert peak < planned[again] < 1.08 * peak, (peak, planned)
 
 
 def least_limit(call):

@@ -181,6 +181,8 @@ def test_kernels_write_over_what_they_alone_read_and_hold_the_rest():
         return torch.where(mask.expand(16, 16), x @ w, 0).sum()
 
     assert most_bytes(waits, *sides) == matrix + 4  # the product and its sum, but no mask
+    scatter = lambda x, w: torch.full((16, 16), 0.0).index_put((torch.full((16,), 1),), x @ w)
+    assert most_bytes(scatter, *sides) == 2 * matrix  # of the product and the result, which begins as zeros
 
 
 class Halves(nn.Module):

@@ -97,6 +97,9 @@ def compile_inductor(
         "reorder_for_peak_memory": False,  # would undo `prefetch`: it does not consider transfers
         "benchmark_harness": False,  # would write shard sizes, which differ between ranks, into the code
         "shape_padding": False,  # times kernels, so ranks would get different graphs and orders of collectives
+        # Inductor keeps the memory of dead results for later ones of their size, up to the peak that it expects. It
+        # counts shards among the memory that a graph frees, so it keeps too much for a limit.
+        **({"allow_buffer_reuse": False} if plan.memory_limit else {}),
         **config,
         "triton.cudagraphs": False,  # Inductor's own graphs cannot capture our transfers
     }

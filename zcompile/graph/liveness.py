@@ -76,6 +76,8 @@ FUSES = {
     aten.slice_backward.default,
     aten.slice_scatter.default,
 }
+# Ops that copy their first argument and write to the copy. Inductor computes a constant, such as zeros, in that copy.
+COPY_FIRST = {aten.index_put.default, aten.scatter_add.default, aten.scatter_reduce.two, aten.index_add.default}
 
 
 @dataclass(eq=False)
@@ -204,6 +206,8 @@ class Liveness:
         if not fuses(node):
             return True
         readers = list(_readers_through_aliases(node))
+        if not node.all_input_nodes:  # a constant, which each kernel computes itself
+            return not all(fuses(reader) or reader.target in COPY_FIRST for reader in readers)
         if not all(map(fuses, readers)):
             return True
         later = {reader for reader in readers if self.segment[reader] != self.segment[node]}
