@@ -110,7 +110,7 @@ class Full(LateLink):
 def small_groups(link=None, elements=512):
     """Groups of so many elements, which cut parameters, over `link`."""
     with contextlib.ExitStack() as stack:
-        sizes = {"GRAIN": 128, "GROUP_BYTES": 8 * elements}
+        sizes = {"GRAIN": 128, "GROUP_BYTES": 8 * elements, "SLOTS": 3}
         stack.enter_context(mock.patch.multiple("zcompile.training.streamed_groups", **sizes))
         if link is not None:
             stack.enter_context(mock.patch("zcompile.training.offload.host_link_of", lambda device: link))

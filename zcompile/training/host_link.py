@@ -97,7 +97,8 @@ class CudaLink(HostLink):
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         if self.second is None:
-            self.second = torch.cuda.Stream(self.device)
+            # Of high priority: else the short kernels of a step wait for the end of backward's long ones.
+            self.second = torch.cuda.Stream(self.device, priority=-1)
         self.second.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.second):
             yield

@@ -4,7 +4,8 @@
 Adam's moments lie in pinned host memory, with `offload="states"` main parameters, too (main_parameters.py). Gradients
 lie on the GPU. A step divides the parameters into groups with at most `GROUP_BYTES` of states; a large parameter is cut
 into pieces. The GPU has `SLOTS` sets of buffers. For each group, the step copies the states into a set of buffers, runs
-the optimizer's usual kernel on them, and copies them back. So three groups are in work at once. Four waits order this:
+the optimizer's usual kernel on them, and copies them back, while other groups are copied in and out. Four waits order
+this:
   - The first copy into a set of buffers waits for work enqueued before, which may still use the buffers' memory.
   - The kernel of a group waits for the group's copy to the GPU.
   - The group's copy back to the host waits for the kernel.
