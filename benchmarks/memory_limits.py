@@ -43,8 +43,9 @@ def measure(workload: Workload, optimizer: torch.optim.Optimizer) -> tuple[float
 
 def least_limit(workload: Workload, batch: torch.Tensor) -> int:
     """Return the least limit, in bytes, for which the error of a limit of one byte says that a plan was found."""
+    workload.model.compile(backend="zcompile", options={"memory_limit": 1})
     try:
-        zcompile.explain(workload.model, batch, options={"memory_limit": 1})
+        workload.model(batch)
     except RuntimeError as error:
         number, unit = re.search(r"The least found is ([\d.,]+) ([GM])iB", str(error)).groups()
         return math.ceil((float(number.replace(",", "")) + 0.01) * {"G": 1 << 30, "M": 1 << 20}[unit])

@@ -118,8 +118,9 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   std::optional<at::Tensor> take_base(int64_t index) { return state(index).accumulation.take_base(); }
   bool has_base(int64_t index) { return state(index).accumulation.has_base(); }
 
-  // What reduces defer; the same on all ranks. kReplicas: they sum gradients over the ranks that share the shards, not
-  // over replicas. kReduces: they sum gradients on this rank, until take_unreduced(), and return zeros.
+  // Which part of a reduce is deferred; the same on all ranks. kReplicas: the sum over replicas; a reduce sums over the
+  // ranks that share the shards. kReduces: all of it; a reduce adds to this rank's gradient, which take_unreduced()
+  // returns, and returns zeros.
   enum class Deferral { kNone, kReplicas, kReduces };
   void defer(Deferral deferral) { deferral_ = deferral; }
   std::optional<at::Tensor> take_unreduced(int64_t index);

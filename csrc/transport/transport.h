@@ -142,8 +142,9 @@ class Transport {
   // staging_regions of the staging buffers. A graph can be launched only if this remainder is as in its capture.
   static constexpr uint32_t staging_regions = 3;  // one that peers write, one that this rank sums, and a spare one
   virtual uint32_t reduced_pieces() const { return 0; }
-  // From now on, gradients, and unsharded parameters outside of captured graphs, use torch's allocator: a replay uses
-  // the addresses of its capture again, so nothing else may be there. A collective call.
+  // A replay of a captured graph writes to the addresses of its capture. So from now on the transport's own buffers
+  // hold no gradients, and unsharded parameters only in captured graphs; others get memory from torch's allocator.
+  // A collective call.
   virtual void prepare_for_graphs() {}
 
  protected:

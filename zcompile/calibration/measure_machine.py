@@ -186,7 +186,7 @@ class _Transport:
         return tuple(points[::-1])
 
     def _interference(self, transfer_s: float) -> float:
-        """Return by how many seconds, 0 to 1, a second of transfer delays matmuls that run at the same time."""
+        """Return the delay of matmuls that run beside transfers, in seconds a second of transfers, from 0 to 1."""
         on_gpu = self.device.type == "cuda"
         dtype, rows = (torch.bfloat16, GPU_PRODUCT) if on_gpu else (torch.float32, CPU_PRODUCT)
         product = square_product(self.device, dtype, rows)

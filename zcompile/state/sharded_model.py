@@ -326,9 +326,9 @@ def state_of(model: nn.Module) -> ShardedModel:
     found = [module.__dict__[STATE] for module in model.modules() if STATE in module.__dict__]
     if not found:
         raise RuntimeError(
-            "zcompile: this model has no sharded parameter: call zcompile.shard(model) first, or run the DeepSpeed "
-            "engine with zcompile in its config first. If a warning said that training goes on in eager ZeRO-3, this "
-            "engine does not use zcompile."
+            "zcompile: this model has no sharded parameter. First call zcompile.shard(model) or, for DeepSpeed with "
+            "zcompile in its config, run a forward of the engine. If a warning said that training goes on in eager "
+            "ZeRO-3, this engine does not use zcompile."
         )
     state: ShardedModel = next((each for each in found if each.units is not None), found[0])
     return state

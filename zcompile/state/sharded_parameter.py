@@ -73,10 +73,11 @@ class ShardedParameter:
         module.__dict__[LEAF + attribute] = leaf
 
     def note_assignment(self, module: nn.Module, attribute: str, is_new: bool) -> None:
-        """Note that the program assigned the current parameter to one owner. `is_new`: it replaces another parameter.
+        """Record that the program assigned `self.parameter` to the `attribute` of `module`, one of its owners.
 
-        Other owners read the new parameter, too. If the program has not assigned it to all of them by the next forward,
-        it may have meant to untie them, so `refuse_untying` raises.
+        `is_new`: until then, the owner had another parameter. Other owners read the new parameter, too. If the program
+        has not assigned it to all of them by the next forward, it may have meant to untie them, so `refuse_untying`
+        raises.
         """
         others = self.owner_references if is_new else self.not_assigned
         self.not_assigned = [other for other in others if (other[0](), other[1]) != (module, attribute)]

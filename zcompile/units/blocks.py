@@ -163,7 +163,10 @@ class BlockOrder(UnitOrder):
         return self.in_root if events is self.forward else self.callback is not None
 
     def come_to(self, events: EventList, event: tuple[str, int]) -> int | None:
-        """Return the index of `event` (a gather or reduce of a block) in the last forward or backward, or None."""
+        """Return the next index of `event`, a block's gather or reduce, in the last forward or backward, and pass it.
+
+        None if `event` does not come again there.
+        """
         position = events.find(event, events.at)
         if position is not None:
             events.at = position + 1
