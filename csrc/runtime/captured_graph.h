@@ -71,8 +71,9 @@ class CapturedGraph {
   CapturedGraph(const CapturedGraph&) = delete;
   CapturedGraph& operator=(const CapturedGraph&) = delete;
 
-  // Runs the effects in `before`: device work that cannot be captured, recorded in an uncaptured call of the code. Then
-  // makes the current stream wait for all transfers. The capture's stream must wait for the current stream.
+  // Runs the functions in `before`, which an uncaptured call of the code recorded: work on the device that cannot be
+  // captured. Then makes the current stream wait for all transfers. Before the capture begins, the caller must make the
+  // capture's stream wait for the current stream.
   void prepare_capture(const HostRecording& before);
   Tensors inputs();  // with which to call the code for the capture; called once
   // Called when the capture of the current stream has begun. Starts to record the host work of ops (host_effects.h).

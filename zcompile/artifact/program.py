@@ -140,7 +140,9 @@ def _refuse_units(model: nn.Module) -> None:
 def _known_code(
     earlier: Artifact | None, fields: Mapping[str, str], position: str, call: Mapping[str, str]
 ) -> dict[str, aot.Code]:
-    """Return the compiled code in the file `earlier` for a call on ranks at `position`, by the hash of its graph.
+    """Return {hash of a graph: compiled code}: what the file `earlier` has for `call` on ranks at `position`.
+
+    `position`: the ranks' coordinates in the meshes of tensor or expert parallelism; see `positions_of`.
 
     [Note: code that is kept]
     A compiled call has two parts: Dynamo's bytecode and guards, and Inductor's code for the graph. Dynamo's part is

@@ -223,9 +223,9 @@ def layout_for(
         param_dtype: the dtype of gathers. Parameters that cannot train, such as integers, keep their own dtype.
         meshes: the inner meshes (of parameters that were DTensors before `shard`, as under TP), each mapped to the
             first mesh that equals it. This call adds that of `parameter`. Equal meshes become one object, so equal
-            layers have equal layouts, and share one class and its compiled code.
-        is_extended: whether to gather the tensors that `fsdp_pre_all_gather` of a plain tensor returns, in place of the
-            tensor. Tensor subclasses are always gathered as such tensors.
+            layers have equal layouts. Then `shard` gives them one class, and they share compiled code.
+        is_extended: whether `parameter`, a plain tensor, has the hook `fsdp_pre_all_gather`: not the tensor, but those
+            that the hook returns are gathered. Tensor subclasses with the hook are recognised without it.
     """
     part, dim = part_of(parameter.detach()), placement.shard.dim
     shape = tuple(part.shape)
