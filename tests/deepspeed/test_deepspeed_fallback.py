@@ -63,7 +63,7 @@ def test_an_engine_without_optimizer_stays_eager(rank, world):
         engine = deepspeed.initialize(model=LanguageModel(), config=config)[0]
         with torch.no_grad():
             losses.append(engine(batch(0, rank)).item())
-    assert losses[0] == losses[1] and "DeepSpeedZeRoOffload" in engine.zcompile.given_back
+    assert losses[0] == losses[1] and "no optimizer" in engine.zcompile.given_back
 
 
 @pytest.mark.parametrize("late, hooked", [(False, (0, 1)), (False, (1,)), (True, (0, 1))])

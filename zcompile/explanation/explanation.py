@@ -56,6 +56,8 @@ class Explanation:
     @property
     def microbatches_ms(self) -> tuple[float, float]:
         """Milliseconds of the first microbatch inside of `zcompile.accumulate`, and of each later microbatch."""
+        if not self.cached_graphs:
+            return (every_ms := sum(graph.total_ms for graph in self.graphs)), every_ms
         later_ms = sum(graph.total_ms for graph in self.cached_graphs)
         forwards = [pair for pair in zip(self.graphs, self.cached_graphs, strict=True) if pair[0].kind == "forward"]
         return later_ms + sum(alone.total_ms - cached.total_ms for alone, cached in forwards), later_ms
@@ -83,7 +85,9 @@ class Explanation:
         if any(graph.gathers for graph in self.graphs):
             lines.append(
                 "starts, arrives, dies: by number of node, where a gather starts, is waited for, and has its last "
-                "reader. One transfer gathers all parameters with one bucket number; each has its share of the times."
+                "reader. One transfer gathers all parameters with one bucket number; each has its share of the times. "
+                "exposed: how long compute waits there, also for transfers that go first. TORCH_LOGS=+zcompile shows "
+                "which pass moved or joined gathers."
             )
         lines.append(f"AdamW, fp32: {self.optimizer_ms:.2f} ms. Figures of the machine: {self.rests_on}.\n")
         return "\n".join(lines)

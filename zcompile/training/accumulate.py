@@ -14,10 +14,11 @@ from zcompile.training.deferred_reduces import deferral_of
 
 @contextlib.contextmanager
 def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
-    """Gather each parameter once for all microbatches of a step; a context manager around the microbatches.
+    """Keep gathered parameters from one microbatch of a step to the next; a context manager around the microbatches.
 
     The parameters that a microbatch gathers first stay unsharded until the end of the `with` block, up to the bytes in
-    the option `microbatch_cache_bytes`. With the p2p transport, the low-precision copies of shards that peers read are
+    the option `microbatch_cache_bytes`. Compiled code gathers small parameters, which share a transfer
+    (`bucket_bytes`), in each microbatch. With the p2p transport, the low-precision copies of shards that peers read are
     cast once. Gradients accumulate as usual, but each microbatch allocates new memory for them, so a local tensor that
     was taken from `.grad` earlier is not updated. With "each", results do not change, except that gradients of a
     parameter that several graphs read are added in another order. All ranks must enter and leave the block at the same

@@ -90,7 +90,7 @@ class Hooks:
 
 @contextlib.contextmanager
 def _torch_linear() -> Iterator[None]:
-    """Context manager with torch's `functional.linear`, which `zero.Init` replaces by one that needs ZeRO's hooks."""
+    """Context manager with torch's `functional.linear`, which ZeRO-3 replaces by one that needs its hooks."""
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as patch
 
     functional: Any = nn.functional

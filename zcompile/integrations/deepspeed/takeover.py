@@ -327,6 +327,8 @@ def unsupported(engine: Any) -> str:
     optimizer = engine.optimizer
     if type(engine).__name__ != "DeepSpeedEngine":
         return f"the engine is a {type(engine).__name__}, and only a DeepSpeedEngine is supported"
+    if type(optimizer).__name__ == "DeepSpeedZeRoOffload":  # DeepSpeed's class without an optimizer
+        return "it has no optimizer. To train, name one in the config or pass it to deepspeed.initialize"
     if type(optimizer).__name__ != "DeepSpeedZeroOptimizer_Stage3":
         return f"the optimizer is a {type(optimizer).__name__}, not DeepSpeedZeroOptimizer_Stage3"
     if getattr(optimizer, "use_muon", False):
