@@ -50,11 +50,11 @@ def first_sentence(text: str) -> str:
 def functions() -> str:
     """Signature and first sentence of each public name."""
     entries = []
-    for name in zcompile.__all__:
+    for name in (each for each in zcompile.__all__ if not each.startswith("__")):
         value = getattr(zcompile, name)
-        if name.startswith("__"):
-            continue
-        signature = "" if inspect.isclass(value) else f"({', '.join(inspect.signature(value).parameters)})"
+        parameters = [] if inspect.isclass(value) else inspect.signature(value).parameters.values()
+        bare = [parameter.replace(annotation=parameter.empty, default=parameter.empty) for parameter in parameters]
+        signature = str(inspect.Signature(bare)) if bare else ""
         sentence = first_sentence(inspect.getdoc(value).split("\n\n")[0])
         entries.append(wrapped(f"`zcompile.{name}{signature}`: {sentence}", "- ", "  "))
     return "\n".join(entries)
