@@ -56,7 +56,8 @@ class Kernels(AsyncCompile):
 def graph_hash(gm: GraphModule, joint: GraphModule, joint_inputs: Sequence[Any]) -> str:
     """Hash the graph that Dynamo captured, and the joint graph that AOTAutograd made of it.
 
-    If the hashes and the fingerprints (fingerprint.py) of two calls are equal, Inductor generates equal code for them.
+    A call of a model has this hash and a fingerprint of its environment, such as versions (fingerprint.py). If both
+    equal those of another call, Inductor generates equal code for the two.
     Returns "" if torch cannot hash a graph or a custom pass of the user.
     """
     captured = [each.code for each in gm.modules() if isinstance(each, GraphModule)]

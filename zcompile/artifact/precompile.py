@@ -1,4 +1,4 @@
-"""`zcompile precompile`: compiles a training program into an artifact, in one process, without the other ranks.
+"""`zcompile precompile`: compiles a training program into an artifact on one machine, without the other ranks.
 
 The program has a function `build()`, which returns the model, `batch(step, rank)` and `loss(model, batch)`. With
 `--mesh dp=4,tp=2`, zcompile calls `build(dp=4, tp=2)`. The process is rank 0 of a fake process group. It calls `loss`

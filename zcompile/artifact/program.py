@@ -198,7 +198,11 @@ def first_line(error: Exception) -> str:
 
 
 def _functions(made: aot.Made, model: nn.Module) -> list[tuple[str, str]]:
-    """Return the entries of `Made.dropped` that a loaded file can compare, with `_identity` in place of the object."""
+    """Return (expression, identity of its value) for the guards on the identity of objects of `model`.
+
+    torch cannot save these guards (`Made.dropped`). A process that loads the file evaluates the expression, and
+    compares the identity. Guards whose expression cannot be evaluated here, or not to the same object, are left out.
+    """
     groups = groups_of(model)
     loaded = aot.Loaded(made.program, made.objects, made.code, groups)
     found: dict[str, tuple[str, str]] = {}

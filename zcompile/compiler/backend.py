@@ -125,7 +125,7 @@ def _stop_others(example_inputs: Sequence[Any], settings: Settings, error: Excep
 def _agreeing(
     example_inputs: Sequence[Any], settings: Settings, plan: Plan, program: Callable[[Sequence[Any]], list[Line]]
 ) -> Agree | None:
-    """Return the function `agree` of `within_limit`, by which ranks choose the same plan; None if they need not agree.
+    """Return the argument `agree` for `within_limit`, by which ranks choose one plan; None if they need not agree.
 
     Without a memory limit, plans do not depend on a rank's inputs. With p2p, ranks with different plans do not hang.
     The function must not hold inputs, because it lives as long as the compiled code.

@@ -23,5 +23,5 @@ class Microbatches:
     @property
     def adds_up(self) -> bool:
         """Whether gradients add up outside of `.grad` until the `with` block ends. Meanwhile, `.grad` is a tensor of
-        ones, by which the program may scale their sum; see `defer_grad`."""
+        ones: if the program scales it, the sum is multiplied by it at the end; see `defer_grad`."""
         return self.accumulates and self.deferred in (Deferred.REDUCES, Deferred.HOSTS)

@@ -176,7 +176,8 @@ class LeanStep:
             if step_hooks or scaler:
                 raise RuntimeError(
                     "zcompile cannot step offloaded states of an optimizer with "
-                    f"{'step hooks' if step_hooks else 'a gradient scaler'}. Remove these, or offload_optimizer"
+                    f"{'step hooks' if step_hooks else 'a gradient scaler, as torch_autocast in float16 has'}. Remove "
+                    f"{'the hooks' if step_hooks else 'float16'}, or offload_optimizer."
                 )
             return HostSubGroup(flat, lengths, optimizer.fp16_partitioned_groups_flat[sub_group], self.link)
         if not _is_elementwise(inner) or step_hooks or scaler or not inner.state.get(flat):

@@ -43,9 +43,10 @@ def settings_of(plugin: FullyShardedDataParallelPlugin, mixed_precision: str) ->
     }
     if names := [name for name, is_set in refused.items() if is_set]:
         raise ValueError(
-            f"zcompile: Accelerator does not support {', '.join(names)} of fsdp_plugin. Leave them out. For "
-            "activation checkpointing, call model.gradient_checkpointing_enable(). For ignored modules, call "
-            "zcompile.shard(model, ignored_params=...) before Accelerator.prepare or Trainer.train."
+            f"zcompile: Accelerator does not support {', '.join(names)} of fsdp_plugin. Set fsdp_version=2, and leave "
+            "the other fields out. For activation checkpointing, call model.gradient_checkpointing_enable(). For "
+            "ignored modules, call zcompile.shard(model, ignored_params=...) before Accelerator.prepare or "
+            "Trainer.train."
         )
     if mixed_precision != "no":
         plugin.set_mixed_precision(mixed_precision)  # sets a policy if there is none, as accelerate does on GPUs
