@@ -194,7 +194,7 @@ def test_what_cannot_train_is_refused_by_name(rank, world):
         "activation_checkpointing": {"activation_checkpointing": True},
         "reshard_after_forward=False": {"reshard_after_forward": False},
     }.items():
-        refused(name, cpu=True, fsdp_plugin=fsdp2_plugin(**setting))
+        refused(f"{name} .*Set fsdp_version=2", cpu=True, fsdp_plugin=fsdp2_plugin(**setting))
     refused("parallelism_config", cpu=True, parallelism_config=accelerate.ParallelismConfig())
     refused("'inductor'.*dynamo_backend='zcompile'", cpu=True, dynamo_backend="inductor")
     with patch.dict(os.environ, WORLD_SIZE=str(world)):
