@@ -70,10 +70,10 @@ std::set<std::string> names_of(const Groups& groups) {
   return names;
 }
 
-// Destroys a model with the GIL released, because a transport's destructor waits for CUDA streams, these may wait for
-// another rank, and that rank for another Python thread of this process. In autograd, the caller may not hold the GIL.
-// While the interpreter ends, the model is not destroyed, because a wait for a rank that is gone may be endless; nor if
-// the GPU has failed, because torch's symmetric memory would abort the process when it is freed.
+// Destroys a model with the GIL released (threads of autograd may not hold it). Why: a transport's destructor waits for
+// CUDA streams, which may wait for another rank, and that rank may wait for another Python thread of this process.
+// The model is not destroyed while the interpreter ends, because a wait for a rank that is gone may be endless. Nor is
+// it if the GPU has failed, because torch's symmetric memory would abort the process when this memory is freed.
 void delete_without_gil(Model* model) {
   if (Py_IsInitialized() == 0 || is_finalizing()) return;
   std::optional<py::gil_scoped_release> released;

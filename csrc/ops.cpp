@@ -326,13 +326,13 @@ TORCH_LIBRARY(zcompile, library) {
   // Starts a gather. Returns a new tensor that only gather_wait may read, because the transfer still fills it.
   library.def("gather_start(Tensor shard, int[] shape, ScalarType dtype, int domain=0) -> Tensor");
   // Starts a gather whose result the runtime may cache for the next microbatch, so Inductor must not reuse its memory.
-  // The lowering declares this (_freed_but_never_reused in zcompile/compiler/inductor.py), because no schema can: as an
-  // alias of the shard, the result would live as long as the shard.
+  // The lowering declares this (_freed_but_never_reused in zcompile/compiler/inductor.py), not the schema: if a schema
+  // declared the result an alias of the shard, the result would live as long as the shard.
   library.def("gather_cached_start(Tensor shard, int[] shape, ScalarType dtype, int domain=0) -> Tensor");
   // Starts several gathers in one transfer. `sizes`: all shapes, concatenated; `dims`: how many sizes each shape has.
   library.def(
       "gather_group_start(Tensor[] shards, int[] sizes, int[] dims, ScalarType dtype, int domain=0) -> Tensor[]");
-  // Waits for a gather. Returns its result in the same memory; the alias makes Inductor keep it until the last reader.
+  // Waits for a gather. Returns an alias of `unsharded`, so that Inductor keeps the memory until the last reader.
   library.def("gather_wait(Tensor(a) unsharded) -> Tensor(a)");
   // Starts a reduce. Until reduce_wait, the transfer reads `grad` and fills the new tensor that this op returns.
   library.def("reduce_start(Tensor grad, Tensor shard, int domain=0) -> Tensor");
@@ -346,7 +346,7 @@ TORCH_LIBRARY(zcompile, library) {
   library.def(
       "reduce_rows_start(Tensor grad, Tensor shard, int[] shape, ScalarType dtype, Tensor indices, int domain=0) -> "
       "Tensor");
-  // Waits for a reduce. Returns its result in the same memory. Takes `grad` only to keep its memory until this wait.
+  // Waits for a reduce. Returns an alias of `pending`. Takes `grad` only so that its memory is kept until this wait.
   library.def("reduce_wait(Tensor(a) pending, Tensor grad) -> Tensor(a)");
 }
 

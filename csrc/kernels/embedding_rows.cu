@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(threads) sum_rows_kernel(
     const In* values, const int64_t* rows, const int64_t* order, int64_t count, int64_t columns, Out* sums) {
   constexpr int ahead = width == 1 ? 8 : 32 / width;  // number of gradients read ahead
   const int64_t i = blockIdx.x;
-  // Read together, because the latency of one read is as long as all other work of the block.
+  // These values are read together, because the latency of one read is as long as all other work of the block.
   const auto row = rows[i], before = i > 0 ? rows[i - 1] : -1, after = i + 1 < count ? rows[i + 1] : -1,
              first = order[i];
   if (row < 0 || row == before) return;
@@ -181,7 +181,7 @@ void with_width(int64_t columns, bool all_aligned, Run run) {
   all_aligned&& columns % vector == 0 ? run.template operator()<vector>() : run.template operator()<1>();
 }
 
-// Calls `run.operator()<Word>(words)` with the widest type that divides a row and fits the alignment of all memory.
+// Calls `run.operator()<Word>(words)`. A word has 16 bytes if it divides a row and all memory is aligned, otherwise 2.
 template <typename Run>
 void with_words(int64_t row_bytes, bool all_aligned, Run run) {
   if (all_aligned && row_bytes % 16 == 0) {

@@ -49,7 +49,8 @@ struct Pieces {
   int64_t rows;  // of each piece; launch_mean_rows does not read it
 };
 
-// Sums of gradients of some rows. `rows` is ascending. For the first i with rows[i] = r, sums[i] is the sum for row r.
+// Sums of gradients of some rows. `rows` is ascending, and may repeat a row r: the sum for r is sums[i] of the first i
+// with rows[i] = r.
 struct RowSums {
   const int64_t* rows;
   const void* sums;
@@ -68,14 +69,14 @@ cudaError_t launch_sum_rows(
     Type in, Type out, const void* values, const int64_t* rows, const int64_t* order, int64_t count, int64_t columns,
     void* sums, cudaStream_t stream);
 
-// For each i < `count`, writes the sum for row first + i to row i of `to`, and to has[i] whether `from` has this sum.
-// If `has` is null, writes zeros for a row without a sum.
+// For each i < `count`, writes the sum for row first + i to row i of `to`, and to has[i] whether `from` has this sum. A
+// row of `to` without a sum is left unchanged or, if `has` is null, filled with zeros.
 cudaError_t launch_spread_rows(
     const RowSums& from, int64_t row_bytes, int64_t first, int64_t count, void* to, uint32_t* has, cudaStream_t stream);
 
 // Computes means over ranks, as launch_mean does, for `count` rows from row `first` on. A rank without a sum for a row
 // counts as zeros. Rank r's sums are in spread.of[r], as launch_spread_rows wrote them, with `has` at byte
-// `has_offset`; the sums of this rank, `own`, are `own_sums`. If `base` is null, `result` must already hold zeros.
+// `has_offset`. The sums of this rank (number `own`) are in `own_sums`. If `base` is null, `result` must hold zeros.
 cudaError_t launch_mean_rows(
     Type in, Type out, const Pieces& spread, int ranks, int64_t has_offset, int own, const RowSums& own_sums,
     int64_t first, int64_t count, int64_t columns, const void* base, void* result, float divisor, double* squares,
@@ -106,7 +107,7 @@ struct Copy {
   size_t bytes;
 };
 
-// Copies by SMs: small copies, and all copies with drivers that cannot batch copies by copy engines.
+// Copies by SMs. Used for small copies, and for all copies if the driver cannot batch copies by copy engines.
 cudaError_t launch_pull(const Copy* copies, int count, cudaStream_t stream);
 
 // Loads all kernels. Otherwise, the first launch of each would load it and wait for the device: while a stream hangs,

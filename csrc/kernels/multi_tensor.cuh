@@ -98,8 +98,8 @@ __device__ int entry_of(const Batch& batch, int tile) {
   return low;
 }
 
-// Calls `launch(batch, tiles)` for each batch of up to `entries` items. A CUDA block computes one tile: `per_tile` of
-// the size_of(item) elements or bytes of an item.
+// Calls `launch(batch, tiles)` for each batch of up to `entries` items. A CUDA block computes one tile. An item has
+// size_of(item) elements (or bytes), `per_tile` of them in each tile.
 template <typename Batch, typename Item, typename SizeOf, typename Launch>
 cudaError_t in_batches(
     const Item* items, int count, int64_t per_tile, Item (Batch::*member)[entries], SizeOf size_of, Launch launch) {

@@ -1,4 +1,4 @@
-// Means over ranks of slices of up to 32 gradients, in one launch. Memory bandwidth limits it, as it does the cast.
+// Means over ranks of slices of up to 32 gradients, in one launch. Memory bandwidth limits it.
 
 #include "kernels/kernels.h"
 

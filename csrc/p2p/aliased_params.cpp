@@ -28,7 +28,7 @@ AliasedParams::~AliasedParams() { synchronize(device_); }
 
 void* AliasedParams::take(const void* shard, int64_t bytes, const OwnPages& own) {
   constexpr size_t max_mappings = 8;  // of one shard
-  // A mapping that is created during a capture exists before the graph runs, so the capture may allow it.
+  // Mapping memory during a capture is safe: it happens now, before the graph runs. Relaxed mode allows it.
   const c10::cuda::CUDAStreamCaptureModeGuard may_map(cudaStreamCaptureModeRelaxed);
   std::lock_guard lock(mutex_);
   auto* mapping = find_free(shard, own);
@@ -115,7 +115,8 @@ void AliasedParams::wait_for_readers() {
   wait_for_readers_locked();
 }
 
-// Has no effect in a capture: all readers in a graph are on the captured stream, and enter_graph waits for others.
+// Has no effect in a capture: all readers in a graph are on the captured stream, and enter_graph waits for readers
+// outside of the graph.
 void AliasedParams::wait_for_readers_locked() {
   if (HostEffects::is_recording()) return;
   const auto current = c10::cuda::getCurrentCUDAStream(device_.index());

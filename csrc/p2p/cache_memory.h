@@ -34,16 +34,16 @@ struct CachedShard {
   std::shared_ptr<const Block> block;  // this rank's pages; null: the shard is too small to be mapped again
   uint32_t group = 0;  // the group of shards with which a refresh writes this one (schedule/cache_layout.h)
 
-  // Empty if no optimizer step wrote the copy since the last refresh; otherwise the main parameter's storage then.
-  // The next refresh skips the copy if the main parameter has this storage and the version given to Staleness::write().
+  // The main parameter's storage when an optimizer step wrote the copy; empty if none did since the last refresh. The
+  // next refresh skips the copy if the main parameter still has this storage and the version of Staleness::write().
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> stepped;
 
   int64_t element_bytes() const { return static_cast<int64_t>(c10::elementSize(dtype)); }
   int64_t bytes() const { return param->chunk * element_bytes(); }  // of each rank's piece
   int64_t offset_on(int64_t rank) const { return offset - head_bytes(bytes(), rank); }
   char* on(int64_t rank) const { return buffer->at(rank, offset_on(rank)); }
-  // The whole pages in the piece of `rank`, padded to bytes(), which AliasedParams maps into the unsharded parameter.
-  // All ranks have equally many, because they share one layout of blocks ([Note: layout of cached shards]).
+  // The whole pages in the piece of `rank` (padded to bytes()), which AliasedParams maps into the unsharded parameter.
+  // All ranks map equally many, because they share one layout of blocks ([Note: layout of cached shards]).
   OwnPages own_pages(int64_t rank) const { return {page_above(rank * bytes()), mapped_bytes, block}; }
 };
 
@@ -58,7 +58,7 @@ class CacheMemory {
   // Allocates memory for the shards that have none; a collective call. Returns these shards in order of their offsets.
   std::vector<CachedShard*> place_new(const Staleness& staleness);
 
-  // Shards by buffer (small ones, then large ones, both in the order of first gathers), then those without memory.
+  // Shards by buffer (first small, then large ones of a buffer, in the order of first gathers), then those without one.
   const std::vector<CachedShard*>& shards() const { return order_; }
   const std::vector<std::shared_ptr<const SharedBlocks>>& buffers() const { return buffers_; }
   size_t layout_hash() const { return layout_hash_; }  // of all offsets; the same on all ranks

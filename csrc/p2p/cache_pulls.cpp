@@ -12,7 +12,8 @@ namespace zcompile::cuda {
 namespace {
 
 constexpr size_t small_bytes = 1 << 20;  // up to this size, a copy that overlaps with compute costs more than it saves
-// Larger pulls begin with a barrier if Signals::start_together() (see signals.h). Padding counts: ranks decide alike.
+// Larger pulls begin with a barrier if Signals::start_together() (see signals.h). The bytes of a pull include padding,
+// so they are equal on all ranks.
 constexpr size_t min_bytes_for_barrier = 1 << 20;
 // Own pieces with more bytes to copy (aliased pages need no copy) are copied on another stream than peers' pieces.
 constexpr size_t max_own_bytes_with_peers = 4 << 20;
@@ -71,7 +72,8 @@ CachePulls::Copies CachePulls::copies_of(const std::vector<Pull>& pulls) const {
   return copies;
 }
 
-// Copies of this rank's own piece, without pages that are mapped into the unsharded parameter (aliased_params.h).
+// Returns the copies of this rank's own piece. Pages of the piece that are mapped into the unsharded parameter
+// (aliased_params.h) need no copy.
 std::vector<Copy> CachePulls::copies_of_own(const CachedShard& shard, char* to) const {
   const auto rank = context_.rank();
   const auto begin = rank * shard.bytes(), end = begin + shard.param->length_of(rank) * shard.element_bytes();
@@ -85,7 +87,7 @@ std::vector<Copy> CachePulls::copies_of_own(const CachedShard& shard, char* to) 
   return copies;
 }
 
-// Records `event` after the copies. `param`: index of the parameter, for an error.
+// Enqueues `copies` on copy engines, and records `event` after them. `param`: index of a parameter, for error messages.
 void CachePulls::pull_by_engines(Copies copies, int64_t param, c10::cuda::CUDAEvent& event) {
   const auto& lane_stream = lane().stream();
   await_group(copies.group);

@@ -41,8 +41,9 @@ class CachedGrads {
   at::Tensor place(const ShardedParam& param);
   // Moves gradients that still exist to memory of their own. Called before a refresh writes the shards.
   void refresh();
-  // Forgets the placed gradients that the coming optimizer step reads, and may then overwrite by cached shards. Returns
-  // the memory of the others, which it must not overwrite: it does not read them, or another tensor has their storage.
+  // Called before an optimizer step. Forgets the placed gradients that the step reads and that no other tensor shares:
+  // the step may write cached shards over them. Returns the memory of all other placed gradients, which the step must
+  // not overwrite.
   std::vector<Span> release_to_step(c10::ArrayRef<AdamRequest> requests);
 
  private:

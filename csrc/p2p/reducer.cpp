@@ -20,9 +20,10 @@ namespace {
 // A piece is added up only when a matmul ends and frees SMs, so fewer and larger pieces end sooner.
 constexpr int64_t max_region_bytes = 96 << 20;
 
-// Returns the bytes of a slot: at most `most`, with which the slots of all peers fill a region of max_region_bytes. A
-// slot holds the largest slice of a gradient that fits, in the main parameter's dtype or one half as wide. But if that
-// slice fills less than half of `most`, and some slices are larger, the result is `most`: these then have fewer pieces.
+// Returns the bytes of a slot. They are at most `most`: with slots of this size, a region has max_region_bytes. The
+// result is the size of the largest slice of a gradient that fits into `most`. Each slice counts twice: in the main
+// parameter's dtype, and in a dtype half as wide. But if some slices do not fit, and the largest that fits is less than
+// half of `most`, the result is `most`, so that the slices that do not fit have fewer pieces.
 int64_t bytes_of_slot(TransportContext& context) {
   const auto most =
       std::max(max_region_bytes / (context.world() - 1) / copy_alignment * copy_alignment, copy_alignment);
@@ -38,7 +39,7 @@ int64_t bytes_of_slot(TransportContext& context) {
   return largest <= most || fitting >= most / 2 ? fitting : most;
 }
 
-// Returns elements of the flat `tensor`. If these are all, returns `tensor` itself, which saves the host an op.
+// Returns `numel` elements of the flat `tensor`. If these are all, returns `tensor` itself, which saves the host an op.
 at::Tensor slice(const at::Tensor& tensor, int64_t begin, int64_t numel) {
   return numel == tensor.numel() ? tensor : tensor.narrow(0, begin, numel);
 }
@@ -93,8 +94,9 @@ std::unique_ptr<Transfer> Reducer::reduce_rows(const ReduceRowsRequest& request)
   return end();
 }
 
-// Records the order of means over replicas, which are collectives: ranks compare it (order_log.h). Not that of pieces
-// ([Note: reduces in pieces]): if ranks push different ones, tags of their signals differ, and the watchdog raises.
+// Records the order of means over replicas, which are collectives: ranks compare this order (order_log.h). The order of
+// pieces ([Note: reduces in pieces]) is not recorded: if ranks push different pieces, the tags of their signals differ,
+// and the watchdog raises.
 void Reducer::note(const Collective& next, const ShardedParam& param) {
   if (replicas_ && !context_.defers_replicas()) replicas_->append(next, param.name);
 }

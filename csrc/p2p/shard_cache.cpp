@@ -227,8 +227,8 @@ void ShardCache::refresh() {
   has_begun_ = false;
 }
 
-// Allocates a buffer for gathered shards without memory. Gradients are placed only in the buffer of the first call that
-// allocates one, because CachedGrads plans places in one buffer.
+// Allocates a buffer for the shards that were gathered but have no place in a buffer yet. Gradients are placed only in
+// the first buffer, because CachedGrads plans places in one buffer.
 void ShardCache::make_room() {
   const bool is_first = memory_.buffers().empty();
   auto placed = memory_.place_new(staleness_);

@@ -36,22 +36,24 @@ class ShardCache {
   // Starts to gather some rows of a parameter. Returns null if the parameter has no cached copy.
   std::unique_ptr<Transfer> gather_rows(const GatherRowsRequest& request);
   // Returns memory for the next gather of `param`, flat, padded to equal pieces per rank. This rank's piece in it is
-  // the cached shard, so nothing may write to it (aliased_params.h). Undefined if the caller must allocate memory.
+  // the cached shard, so nothing may write there (aliased_params.h). Undefined if the caller must allocate memory.
   at::Tensor alias(const ShardedParam& param, at::ScalarType dtype);
-  // Returns memory for the gradient of `param` in place of shards that this backward gathers no more, or undefined.
+  // Returns memory for the gradient of `param`, over cached shards that this backward will not gather again. Undefined
+  // if the caller must allocate memory.
   at::Tensor place_gradient(const ShardedParam& param);
   void count_reduces(int64_t count) { grads_.count_reduces(count); }
   void finish_backward();
   void expire() { staleness_.expire(); }  // main parameters may have changed
   void refresh_if_expired();
-  // Runs a step of AdamW that also writes copies. Returns false, without a step, if it does not support `requests`.
+  // Runs a step of AdamW that also writes the cached copies. If it does not support `requests`, returns false, without
+  // a step.
   bool fused_adam_step(c10::ArrayRef<AdamRequest> requests, const AdamSettings& settings);
   int64_t bytes() const { return aliased_->pool_bytes() + memory_.bytes(); }
   Lane& lane() { return pulls_.lane(); }
   const c10::cuda::CUDAStream& own_stream() const { return pulls_.own_stream(); }
 
-  // For CUDA graphs; see transport.h. A replay uses the addresses of its capture, where nothing else may be then. So
-  // after `prepare_for_graphs`, only captured code aliases parameters, and no gradient is placed over cached shards.
+  // For CUDA graphs; see transport.h. A replay uses the addresses of its capture, so other tensors must not be there.
+  // After `prepare_for_graphs`, `alias` thus returns memory only during captures, and `place_gradient` never does.
   void prepare_for_graphs();
   void enter_graph(const c10::cuda::CUDAStream& stream);
   void renew_events();

@@ -191,7 +191,7 @@ void Signals::append_waits_of_pull(Operations& operations, uint32_t number, Lane
     append_waits(operations, signal::pulling, number, lane, {"to gather", param});
     return;
   }
-  // As many operations as above, because a captured call must keep its operations, but none that waits.
+  // None of these operations waits. They are as many as above, because a captured call cannot change their number.
   for (int64_t step = 1; step < world_; ++step) {
     operations.push_back(wait_operation(reached, arrival, /*tagged=*/false));
   }
@@ -203,7 +203,8 @@ Signals::GaveUp Signals::give_up(const PeerWait& wait, std::chrono::steady_clock
   constexpr int most_times = 10;
   const auto refresh = static_cast<uint16_t>(wait.number >> 16);
   if (wait.signal != signal::pulling || (since < patience && given_up_ != refresh)) return GaveUp::no;
-  // Ends all such waits of this refresh. If a late peer overwrites this by a lower number, the next wait is ended too.
+  // Ends all barriers before pulls of this refresh. If a late peer overwrites the word with a lower number, the next
+  // barrier is ended in the same way.
   Operations operations;
   for (int64_t peer = 0; peer < world_; ++peer) {
     operations.push_back(write_operation(address(word(signal::pulling, rank_, peer)), wait.number | 0xffff));

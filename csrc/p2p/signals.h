@@ -13,7 +13,8 @@
 //
 // The barrier before a pull only serves speed. A peer may not reach it, because it runs a different graph or compiles.
 // Then the watchdog ends the wait after half a second, without an error, and this rank skips barriers before pulls
-// until the next refresh of the shard cache. Each time in a row that this happens, it skips twice as many refreshes.
+// until the next refresh of the shard cache. If a peer does not reach the next barrier either, this rank skips barriers
+// until the second refresh after it, then until the fourth, and so on.
 //
 // [Note: signals in a CUDA graph]
 // A captured post, wait or barrier is a node of the graph, which holds the numbers of the capture. Before each replay,
@@ -67,7 +68,7 @@ class Signals {
   void post(Signal signal, Number number, cudaStream_t stream);
   void await(Signal signal, Number number, Lane& lane, PeerWait wait);
   void barrier(Signal signal, Number number, Lane& lane, PeerWait wait);
-  // The barrier before a pull, unless one was given up. The upper 16 bits of `number` are the number of the refresh.
+  // The barrier before a pull, unless such barriers are skipped. The upper 16 bits of `number`: number of the refresh.
   void start_pull(Number number, Lane& lane, int64_t param);
   // If `wait` is the barrier before a pull, and has lasted too long (`since`), ends it by writes on `stream`. Returns
   // `first` if no such barrier was given up since the last refresh, `again` if one was, and `no` if the wait goes on.

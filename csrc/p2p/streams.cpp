@@ -36,7 +36,7 @@ class Trial {
     void* memory = nullptr;
     C10_CUDA_CHECK(cudaHostAlloc(&memory, sizeof(uint32_t), cudaHostAllocMapped));
     word_ = static_cast<volatile uint32_t*>(memory);
-    // Also loads all kernels: in a later timing, the load of a kernel would block on the pending wait.
+    // This first timing also loads all kernels: in a later one, the load of a kernel would block on the pending wait.
     alone_us_ = fastest_us(nullptr);
   }
   ~Trial() { cudaFreeHost(const_cast<uint32_t*>(word_)); }
@@ -53,7 +53,7 @@ class Trial {
   }
 
  private:
-  // Rows of a matmul that takes 12 us on an H200, as the smaller ones of a model do.
+  // Rows and columns of the factors. Their matmul takes 12 us on an H200, as a model's smaller matmuls do.
   static constexpr int64_t size = 1536;
   static constexpr int matmuls = 50;
 

@@ -28,7 +28,7 @@ c10::cuda::CUDAStream take_quiet_stream();
 // Waits on the host until all work on `stream` is done or has failed. Returns false if that takes longer than `time`.
 bool ends_within(cudaStream_t stream, std::chrono::milliseconds time);
 
-// Events for reuse. Transfers share the pool, because they may outlive the transport.
+// Events for reuse. Transfers own the pool together with the transport, because they may outlive the transport.
 class EventPool {
  public:
   c10::cuda::CUDAEvent take();

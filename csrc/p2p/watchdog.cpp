@@ -70,7 +70,8 @@ void Watchdog::watch() {
 // The program may be blocked on the waiting stream, and CUDA cannot cancel the wait. So `fail` ends the CUDA context:
 // every call of this process on the device then returns an error. If the device does not react, `fail` ends the
 // process, as NCCL's watchdog does. While the program waits in a copy to pageable memory (Tensor.tolist(),
-// Tensor.cpu()), no CUDA call of another thread returns. So the calls are made on a thread of their own.
+// Tensor.cpu()), no CUDA call of another thread returns. So `fail` makes its CUDA calls on a new thread, for which it
+// waits only a limited time.
 void Watchdog::fail(const PeerWait& wait) {
   constexpr auto patience = std::chrono::seconds(8);
   std::packaged_task<bool()> end_context([this, wait] {

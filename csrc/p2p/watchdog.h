@@ -20,7 +20,7 @@ namespace zcompile::cuda {
 
 class Watchdog {
  public:
-  // Returns the message of an error. May use the stream. If that is null, must make no CUDA call: it would not return.
+  // Returns the text of the error. May use the stream. With a null stream, must make no CUDA call, which would hang.
   using Describe = std::function<std::string(const PeerWait&, cudaStream_t)>;
   // Ends a wait that lasts too long if its lane can go on without the peer. Returns whether it did. May use the stream.
   using GiveUp = std::function<bool(const Lane::Overdue&, cudaStream_t)>;
@@ -42,7 +42,8 @@ class Watchdog {
   GiveUp give_up_;
   c10::DeviceIndex device_;
   // The watchdog's own stream. Streams of equal priority share hardware queues, and operations after a hanging one in a
-  // queue never run. So it has the GPU's highest priority, above torch's if a GPU has more priorities than torch uses.
+  // queue never run. So this stream has the GPU's highest priority. It is above that of torch's streams if the GPU has
+  // more priorities than torch uses.
   cudaStream_t stream_ = nullptr;
   std::atomic<bool> failed_{false};
   std::string message_;  // written once, before failed_

@@ -1,9 +1,9 @@
 // The memory that captured CUDA graphs read and write: their inputs, and results of replays that the program holds.
 //
 // [Note: results of replays]
-// Every replay writes its results to the same addresses. So each replay returns new tensors over this memory. Before a
-// replay of any of its graphs, `GraphPool` moves results that still exist to memory of torch's allocator, and puts this
-// memory into the same storages, so tensors and views stay valid.
+// All replays of a graph write their results to the same addresses. Each replay returns new tensors over this memory.
+// Before a replay of any of its graphs, `GraphPool` copies results that still exist to memory of torch's allocator, and
+// lets their storages point to the copies, so tensors and views stay valid.
 //
 // A result of forward that only the inputs of backward reference is not copied: backward may reuse its memory. A
 // forward may not reuse the memory of its inputs, because the program may still read them. Results that existed during
@@ -83,8 +83,8 @@ class CapturedGraph {
   void set_executable(uintptr_t graph);  // the driver's executable graph; 0 on a CPU
   void abandon_capture();  // called after an exception, once the capture of the stream has ended
 
-  // Whether the graph can be replayed with the inputs, or why not. kOtherMemory: an input that it reads in place has
-  // another address. kOtherStaging: its reduces need other staging buffers; see Transport::reduced_pieces.
+  // Whether the graph can be replayed with the inputs, or why not. kOtherMemory: an input that the graph reads in place
+  // has another address. kOtherStaging: its reduces need other staging buffers; see Transport::reduced_pieces.
   enum class Match { kYes, kOtherMemory, kOtherShape, kOtherStaging, kModelGone };
   // If `inputs` match, prepares a replay; otherwise has no effect. The second result is the index of the first input
   // that differs, or -1. Throws errors that the graph's ops would throw. The capture itself prepares the first replay.

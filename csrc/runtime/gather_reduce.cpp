@@ -248,7 +248,7 @@ void gather_wait(const at::Tensor& unsharded) { wait_for(unsharded, "gather_wait
 namespace {
 
 // Whether the current backward accumulates into the autograd leaf over the shard of `param`, or returns its gradient.
-// If not, as in `autograd.grad(loss, x)`, compiled code still reduces the gradient, but backward drops it.
+// If neither, as in `autograd.grad(loss, x)`, compiled code still reduces the gradient, but backward drops it.
 bool takes_gradient(const ParamState& param) {
   const auto* executed = torch::autograd::get_current_graph_task_exec_info();
   if (executed == nullptr || executed->empty()) return true;
@@ -258,7 +258,7 @@ bool takes_gradient(const ParamState& param) {
 }
 
 // Throws in the first half of a split backward: a zero-bubble pipeline runs backward for inputs alone, keeps the graph,
-// and later asks for gradients of model.parameters(). Compiled code reads leaves instead, so there would be none.
+// and later asks for gradients of model.parameters(). Compiled code reads leaves, so no parameter would get one.
 void refuse_split_backward(const Model& model, const ParamState& param) {
   const bool is_split = model.is_caching() && !model.keeps_in_flight() && in_backward() &&
                         torch::autograd::get_current_graph_task_keep_graph() && !takes_gradient(param);

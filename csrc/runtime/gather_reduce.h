@@ -18,7 +18,7 @@ namespace zcompile {
 
 // Starts to gather `params`, of one model, in one transfer. Returns unsharded tensors; gather_wait ends each gather.
 std::vector<at::Tensor> gather_start(c10::ArrayRef<ParamState*> params, at::ScalarType dtype);
-// Starts to gather components, tensors that fsdp_pre_all_gather returns. `inputs`: this rank's; dtypes may differ.
+// Starts to gather components, tensors that fsdp_pre_all_gather returns. `inputs`: those of this rank, of any dtypes.
 std::vector<at::Tensor> gather_components_start(c10::ArrayRef<ParamState*> components, at::TensorList inputs);
 // Like gather_start, but the runtime may keep the result for the next microbatch, and the transport may own its memory.
 // So callers must not write to the result or reuse its memory, and must drop it before main parameters change.

@@ -23,8 +23,9 @@ inline at::Tensor alive(const WeakTensor& weak) {
   return tensor ? at::Tensor(std::move(tensor)) : at::Tensor();
 }
 
-// In `zcompile.accumulate`, a reduce returns its mean plus the gradient of earlier microbatches. This saves a later
-// addition to .grad. The reference to this gradient is weak: if the program drops or replaces it, it is not added.
+// In `zcompile.accumulate`, a reduce adds the gradient of earlier microbatches to its result, which saves a later
+// addition to .grad. Until then, the reference to the earlier gradient is weak: if the program drops or replaces that
+// gradient, the reduce does not add it.
 class GradAccumulation {
  public:
   // Lets the next reduce add `gradient`: `owner.grad`, or its local tensor if it is a DTensor. The reduce adds it only

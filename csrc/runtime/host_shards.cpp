@@ -15,7 +15,7 @@ namespace zcompile {
 
 namespace {
 
-// Most bytes of one transfer. The first gather that reads one of its host shards waits for all of them.
+// Most bytes of one transfer of host shards. The first gather that reads one of them waits for the whole transfer.
 constexpr int64_t bucket_bytes = 64 << 20;
 
 int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }

@@ -49,14 +49,15 @@ class HostShards : public TransportContext {
   void expire(c10::ArrayRef<ParamState*> params);  // marks host shards stale, because main parameters changed
   // Starts to gather all stale host shards, after an optimizer changed the main parameters of `stepped`.
   void gather_after_step(c10::ArrayRef<ParamState*> stepped);
-  // Makes the current stream (or a CPU) wait for the host shards of `params`, after a gather of stale ones if needed.
+  // Makes the current stream (on CPUs, the thread) wait for the host shards of `params`. If one is stale, first starts
+  // to gather all stale ones.
   void ready(c10::ArrayRef<ParamState*> params);
   void ready_all() { ready(params_); }
 
-  // Called before a reduce. `takes_sum`: false if backward drops the gradient, as in grad(loss, x): .grad gets no sum.
+  // Called before a reduce. `takes_sum`: false if backward drops the parameter's gradient, as grad(loss, x) does.
   void note_reduce(ParamState& param, bool takes_sum);
   void expire_reduced();  // marks host shards with reduced gradients stale, when backward or `accumulate` ends
-  // Reduce-scatters `sums` over hosts: deferred sums over the ranks of this host. An empty one stands for zeros.
+  // Reduce-scatters `sums` over hosts: deferred sums over the ranks of this host. A nullopt stands for zeros.
   std::vector<at::Tensor> reduce_deferred(
       c10::ArrayRef<ParamState*> params, const std::vector<std::optional<at::Tensor>>& sums);
   // Ends a reduce: reduce-scatters `sum` over hosts into `out`, shaped like this rank's shard, or defers this.

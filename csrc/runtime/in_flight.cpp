@@ -60,7 +60,8 @@ void InFlightTable::abandon(const std::weak_ptr<Model>& model) {
 
 void InFlightTable::forget(const std::weak_ptr<Model>& model) { take_all_of(model, /*with_kept=*/true); }
 
-// Compares weak pointers without lock(): if a model ended here, ~Model would take the same mutex.
+// Compares weak pointers without lock(): if lock() returned the last pointer to a model, ~Model would run here, and
+// take the same mutex.
 std::vector<InFlight> InFlightTable::take_all_of(const std::weak_ptr<Model>& model, bool with_kept) {
   std::vector<InFlight> taken;
   std::lock_guard lock(mutex_);

@@ -59,7 +59,8 @@ class InFlightTable {
   std::vector<InFlight> take_all_of(const std::weak_ptr<Model>& model, bool with_kept);
 
   std::mutex mutex_;
-  // By the storage of the destination. A multimap: all gathers of a parameter in the microbatch cache have the same.
+  // By the storage of the destination. A multimap, because all gathers of a parameter that is in the microbatch cache
+  // have the same destination.
   std::unordered_multimap<const c10::StorageImpl*, InFlight> in_flight_;
 };
 

@@ -40,8 +40,9 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   void replace(int64_t index, const at::Tensor& leaf);
   // Watches the version counters of `main_params`, the tensors through which users may write to the shard.
   void watch(int64_t index, const std::vector<at::Tensor>& main_params);
-  // Lets assigned_data() find an assignment to `.data` of `parameter`, the DTensor that users see: the shard would not
-  // get it. Keeps only its storage, because torch.utils.swap_tensors refuses a tensor with other references.
+  // Lets assigned_data() find an assignment to `.data` of `parameter`, the DTensor that users see, because the shard
+  // would not get the new values. Keeps only the storage of `parameter`, because torch.utils.swap_tensors refuses a
+  // tensor with other references.
   void guard_data(int64_t index, const at::Tensor& parameter) { state(index).guarded = parameter.storage(); }
   // parameters[i] has the index indices[i]. Returns the first i for which `.data` of parameters[i] was assigned to
   // since guard_data(), or -1.
@@ -55,9 +56,9 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   const std::set<at::ScalarType>& gathered_in(int64_t index) { return state(index).gathered_in; }
   // `forbid`: makes gathers of the parameter throw, because modules hold it unsharded inside of zcompile.unshard.
   void forbid_gathers(int64_t index, bool forbid) { state(index).is_whole = forbid; }
-  // `name`: "c10d"; "p2p" (a collective call); "loopback", for benchmarks. For tests: "p2p in step", where even two
-  // ranks start transfers together (see signals.h), and "late " or "delayed " before any name (transport/testing.cpp).
-  // Throws ValueError if this build lacks it.
+  // `name`: "c10d"; "p2p" (a collective call); "loopback", for benchmarks. For tests: "p2p in step", where
+  // ranks start transfers together even if there are only two (see signals.h), and "late " or "delayed " before any
+  // name (transport/testing.cpp). Throws ValueError if this build lacks it.
   void use_transport(const std::string& name, const P2pSettings& settings = {});
 
   void prepare_for_graphs();  // calls Transport::prepare_for_graphs of the current transport, and of each later one
@@ -91,7 +92,8 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
     stats_->reset();
     own_bytes_ = 0;
   }
-  // Makes this and `other` parts of one user's model: they share statistics, and a failure ends the collectives of all.
+  // Makes this and `other` parts of one model of the user. All parts share statistics, and a failure ends the
+  // collectives of all parts.
   void join(const Model& other);
   struct Part {
     std::vector<std::shared_ptr<OrderLog>> orders;
@@ -118,9 +120,9 @@ class Model : public TransportContext, public std::enable_shared_from_this<Model
   std::optional<at::Tensor> take_base(int64_t index) { return state(index).accumulation.take_base(); }
   bool has_base(int64_t index) { return state(index).accumulation.has_base(); }
 
-  // Which part of a reduce is deferred; the same on all ranks. kReplicas: the sum over replicas; a reduce sums over the
-  // ranks that share the shards. kReduces: all of it; a reduce adds to this rank's gradient, which take_unreduced()
-  // returns, and returns zeros.
+  // Which part of a reduce is deferred; the same on all ranks. kReplicas: the sum over replicas, so that a reduce sums
+  // only over the ranks of one replica. kReduces: the whole reduce. Then a reduce only adds to this rank's unreduced
+  // gradient, which take_unreduced() returns, and returns zeros.
   enum class Deferral { kNone, kReplicas, kReduces };
   void defer(Deferral deferral) { deferral_ = deferral; }
   std::optional<at::Tensor> take_unreduced(int64_t index);

@@ -3,9 +3,10 @@
 // the ShardedModel references the Model. The Model has the memory of a leaf, but only a weak reference to the leaf,
 // because Python's garbage collector does not see a cycle through C++.
 //
-// So a Model is destroyed with its last leaf, perhaps during an op, a wait, or the end of a backward. So each of these
-// shares the Model. The registry (registry.h) has plain pointers, which ~Model removes under the registry's lock. A
-// lookup shares the Model before it releases this lock, and finds nothing if the Model is being destroyed.
+// So a Model is destroyed with its last leaf, unless other code shares the Model. The leaf may go during an op, a wait,
+// or the end of a backward, so each of these holds a shared_ptr to the Model. The registry (registry.h) has plain
+// pointers, which ~Model removes under the registry's lock. A lookup takes a shared_ptr before it releases this lock,
+// and finds nothing if the Model is being destroyed.
 #pragma once
 
 #include <map>

@@ -125,13 +125,13 @@ class C10dTransport : public Transport {
     return start<ReduceRequest>(requests, [&] { return start_reduce(requests); });
   }
 
-  // The backend sums in the dtype that is transferred, so this dtype may be wider than that of the gradient.
+  // With `native_reduce`, the backend sums in the transferred dtype, which may be wider than the gradient's dtype.
   at::ScalarType wire_dtype(const ShardedParam& param, at::ScalarType grad) const override {
     return context_.native_reduce() ? param.reduce_dtype.value_or(grad) : Transport::wire_dtype(param, grad);
   }
 
  private:
-  // Whether the backend's reduce-scatter reduces `param`: not if it is replicated (a scalar), or empty.
+  // Whether the backend's reduce-scatter reduces `param`: with `native_reduce`, if it is neither a scalar nor empty.
   bool sums_natively(const ShardedParam& param) const {
     return context_.native_reduce() && !param.replicated && param.chunk > 0;
   }

@@ -29,8 +29,9 @@ struct Domain {
 
 class TransportContext {
  public:
-  // `rank`, `world`: this rank's number in the gather group, and its size. `native_reduce`: whether NCCL or gloo sums
-  // gradients, not zcompile's own code. `number`: which of the models over these ranks; the same on all of them.
+  // `rank`, `world`: this rank's number in the gather group, and the group's size. `native_reduce`: whether NCCL or
+  // gloo sums gradients, not zcompile's own code. `number`: the number of this model among the models over these ranks,
+  // the same on all of them.
   TransportContext(Groups groups, int64_t rank, int64_t world, bool native_reduce, int64_t number, Domain domain)
       : groups_(std::move(groups)),
         rank_(rank),
@@ -60,7 +61,8 @@ class TransportContext {
   virtual bool defers_replicas() const { return false; }  // only the end of zcompile.accumulate sums over replicas
 
   virtual void ready_host_shards() {}  // makes the current stream wait until all host shards may be read
-  // Reduce-scatters over hosts the flat `sum`, a sum over this host's ranks. `out` is shaped like the main parameter.
+  // Reduce-scatters `sum` over hosts into `out`. `sum` is flat, and a sum over this host's ranks. `out` is shaped like
+  // the main parameter.
   virtual void reduce_over_hosts(
       const ShardedParam& /*param*/, const at::Tensor& /*sum*/, at::Tensor /*out*/, const ReduceExtras& /*extras*/) {}
 

@@ -27,7 +27,7 @@ void check(bool succeeded, const char* what) {
       ". Compile with options={'transport': 'nccl'}.");
 }
 
-// Repeats a system call that a signal has interrupted. If the call has a timeout, this happens even with SA_RESTART.
+// Repeats a system call that a signal has interrupted. A call with a timeout is interrupted even with SA_RESTART.
 template <class Call>
 auto despite_signals(const Call& call) {
   auto result = call();

@@ -29,7 +29,8 @@ class HostEffects {
     if (mode_ == Mode::kRecord) recording_.effects.emplace_back(std::move(effect));
   }
   // Like note(), for device work that a graph must not hold, such as a refresh of the shards that peers read. A call
-  // after observe() also records `effect`, to run it right before a capture. In the capture, it then has no work left.
+  // after observe() also records `effect`, to run it right before a capture. The call in the capture
+  // then has no work left.
   template <typename Effect>
   static void prepare(Effect effect) {
     if (mode_ == Mode::kIgnore) return;

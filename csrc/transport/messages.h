@@ -1,9 +1,9 @@
 // All-gather and all-to-all. On CPUs, they consist of point-to-point messages.
 //
 // [Note: messages]
-// If another rank sends more bytes than expected, gloo's collectives end the process, and NCCL's wait. So on CPUs, a
-// collective is a message to each other rank, whose tag is its size. A message of another size never arrives, and the
-// rank waits until ranks are known to differ (order_log.h), which ends waits with an error.
+// If another rank sends more bytes than expected, a collective of gloo ends the process; one of NCCL waits. So on CPUs,
+// a collective is a message to each other rank, with its size as tag. A message of an unexpected size never arrives.
+// The rank then waits until ranks are known to differ (order_log.h), which ends waits with an error.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,7 +30,7 @@ void wait_for(const std::vector<Work>& works);
 // Stops waiting for `works`. The next collective of their group waits for them; messages keep their memory until then.
 void leave(const std::vector<Work>& works);
 
-// Ends the waits for all messages that are on their way, which then throw `error`.
+// Makes waits for all messages that are on their way now throw `error`.
 void end_waits(const std::string& error);
 
 // Lets Python handle signals (Ctrl-C) in a main thread that waits for messages. ranks/order_watch.py calls this.

@@ -39,7 +39,7 @@ inline Collective collective_of(const ReduceRequest& request, int64_t model) {
   return {true, model, request.param->index, request.grad.scalar_type()};
 }
 
-// Returns the hash of a sequence: `hash` is that of its elements before `next`, the last one. Their order matters.
+// Returns the hash of a sequence to which `next` is appended; `hash` is the hash before. The order of elements matters.
 inline int64_t hash_chain(int64_t hash, int64_t next) {
   const auto mixed = (static_cast<uint64_t>(hash) * 0x9e3779b97f4a7c15) ^ static_cast<uint64_t>(next);
   return static_cast<int64_t>(mixed ^ (mixed >> 32));
@@ -76,7 +76,7 @@ class OrderLog {
   // The logs of a model's gather group, if it has several ranks, and of its replicate group, if there is one.
   static std::vector<std::shared_ptr<OrderLog>> of_model(const TransportContext& model);
 
-  // Records the next collective; `name`: of its first parameter. Throws if fail() was called.
+  // Records the next collective. `name` is the name of its first parameter. Throws if fail() was called.
   void append(const Collective& next, const std::string& name);
   void count_step();  // counts an optimizer step, because all ranks must step between the same collectives
   // Returns the last 64 collectives, and the last 64 of those whose number is a multiple of 256, by increasing number.

@@ -105,7 +105,7 @@ std::shared_lock<std::shared_timed_mutex> keep_communicators() { return std::sha
 
 void abort_nccl(const std::set<std::string>& groups) {
   std::unique_lock alone(communicators(), longest_start);
-  // In parallel: an abort frees memory, so it waits for the device, which may wait in a collective of another group.
+  // All in parallel: an abort frees memory, so it waits for the device, which may be in another group's collective.
   std::vector<std::thread> threads;
   for (const auto& group : groups) {
     if (auto backend = nccl_of(group)) threads.emplace_back([backend] { backend->abort(); });

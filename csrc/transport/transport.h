@@ -72,8 +72,9 @@ struct GatherRowsRequest {
   at::Tensor rows;
 };
 
-// A reduce of an embedding's gradient. Equals a ReduceRequest of this gradient: fp32 zeros to which the rows of `grad`
-// [count, columns] are added at `indices`, in this order, and which are then rounded to `dtype`, and then to `wire`.
+// A reduce of an embedding's gradient. The result is that of a ReduceRequest with this gradient: fp32 zeros, to which
+// the rows of `grad` [count, columns] are added at `indices`, in this order. The sums are rounded to `dtype`, then to
+// `wire`.
 struct ReduceRowsRequest {
   const ShardedParam* param;
   at::Tensor grad;
@@ -142,9 +143,9 @@ class Transport {
   // staging_regions of the staging buffers. A graph can be launched only if this remainder is as in its capture.
   static constexpr uint32_t staging_regions = 3;  // one that peers write, one that this rank sums, and a spare one
   virtual uint32_t reduced_pieces() const { return 0; }
-  // A replay of a captured graph writes to the addresses of its capture. So from now on the transport's own buffers
-  // hold no gradients, and unsharded parameters only in captured graphs; others get memory from torch's allocator.
-  // A collective call.
+  // A replay of a captured graph writes to the addresses of its capture. So from now on, only captured graphs have
+  // unsharded parameters in the transport's own buffers. Gradients, and unsharded parameters outside of graphs, are in
+  // memory of torch's allocator. A collective call.
   virtual void prepare_for_graphs() {}
 
  protected:
@@ -174,7 +175,7 @@ std::unique_ptr<Transport> make_p2p_transport(TransportContext& context, const P
 // and a reduce reads its gradient only in its wait. Reads and reuse that are too early then give wrong numbers.
 std::unique_ptr<Transport> make_late_transport(std::unique_ptr<Transport> inner);
 
-// For tests. Wraps `inner`, so that the GPU of rank 1 sleeps before and after each start. Results must not change.
+// For tests. Wraps `inner`: rank 1's GPU sleeps before and after the start of each transfer. Results must not change.
 std::unique_ptr<Transport> make_delayed_transport(std::unique_ptr<Transport> inner);
 
 // For benchmarks. Moves no bytes, so that only the host time of the runtime is measured.

@@ -17,8 +17,9 @@ Span part_of(const Span& whole, const AdamPart& part, int64_t width) {
   return whole.empty() ? Span{} : Span{whole.begin + part.begin * width, whole.begin + part.end * width};
 }
 
-// Cuts item `i`, whose copy may lie over its gradient, into parts that write no copy over a gradient of the same part.
-// Gradients of other parts are read in earlier rounds, see into_rounds(). `writes`: whether the step writes the copy.
+// Cuts item `i` into parts. The item's copy may lie in the memory of its gradient, but no part writes its copy over its
+// own gradient. A part may write over the gradients of other parts, which earlier rounds read, see into_rounds().
+// `writes`: whether the step writes the copy.
 std::vector<AdamPart> cut(size_t i, const AdamItem& item, bool writes) {
   const auto numel = item.numel;
   if (!writes || !item.gradient.overlaps(item.copy)) return {{i, 0, numel, writes}};
@@ -64,7 +65,7 @@ Dependencies find_dependencies(const std::vector<AdamItem>& items, const std::ve
   return found;
 }
 
-// Puts each part in a round after all parts whose gradients its copy overwrites. Breaks cycles by clearing `writes`.
+// Puts each part in a later round than the parts whose gradients its copy overwrites. Breaks cycles: clears `writes`.
 std::vector<std::vector<AdamPart>> into_rounds(std::vector<AdamPart>& parts, Dependencies dependencies) {
   auto& [frees, waits] = dependencies;
   std::vector<std::vector<AdamPart>> rounds;

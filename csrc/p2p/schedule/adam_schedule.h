@@ -6,10 +6,11 @@
 // gradients at the copy's place. The schedule cuts parameters into parts, and distributes the parts over rounds, which
 // run one after the other. The gradients that a part's copy overwrites are all read in earlier rounds.
 //   - A gradient may overlap the copy of its own shard. Gradients have 4 bytes an element, and the copy usually 2. So
-//     copy and gradient of one fixed element have the same address; the copy of any other element overwrites the
-//     gradient of the element half way to the fixed one. Parts grow with their distance from the fixed element, so that
-//     each part overwrites only gradients of parts nearer to it. The copy of the first part, around the fixed element,
-//     is cast from the main parameter after all rounds. So is all of a copy with 4 bytes an element.
+//     one element, the *fixed* element, has its copy and its gradient at the same address. The copy of any other
+//     element overwrites the gradient of the element half way to the fixed element. Parts grow with their distance from
+//     the fixed element, so that each part overwrites only gradients of parts nearer to the fixed element. The copy of
+//     the first part, around the fixed element, is cast from the main parameter after all rounds. A copy with 4 bytes
+//     an element is cast as a whole after all rounds.
 //   - If parts form a cycle, in which each overwrites the gradient of the next, one copy is also cast after all rounds.
 //   - If a gradient that this step does not read is at a copy's place, only the next refresh writes the copy.
 #pragma once

@@ -6,7 +6,8 @@
 // There, the piece may begin in the middle of a page, but only whole pages can be mapped. So in the buffer, the cached
 // shard has the same alignment: its head, the bytes before the first whole page, ends at a page boundary. The head's
 // size differs between ranks, but the first whole page has the same offset on all ranks. The driver maps only whole
-// blocks of memory. So the pages that are whole on every rank form one block, and the bytes between them form others.
+// blocks of memory. So the pages of a shard that are whole on every rank are one block, and the bytes between two such
+// blocks are another.
 //
 // Large shards that backward does not gather are at the end of the buffer: their memory is free when backward begins,
 // and gradients are placed from the end (grad_placement.h).
@@ -34,7 +35,7 @@ constexpr bool has_pages(int64_t bytes) {
   return bytes >= min_bytes;
 }
 
-// Returns the bytes before the first whole page of the piece of `rank` in the unsharded parameter; pieces have `bytes`.
+// Returns the size of the head of the cached shard of `rank`, 0 for small shards. Every rank's shard has `bytes`.
 int64_t head_bytes(int64_t bytes, int64_t rank);
 
 // The place of one shard. On each rank, the shard begins at `offset` minus its head.

@@ -10,7 +10,8 @@
 //     refresh compares the ranks' hashes of the last gathers (`learned`). If they differ, the watchdog raises.
 //   - A rank that takes part in reduce n has completed all gathers for which its program waits before reduce n. So
 //     reduce n may write over a shard if every rank waits for the shard's last gather before reduce n.
-//   - While this rank still reads the shard, as a piece of the unsharded parameter, gradients get other memory.
+//   - The pages of a shard may also be this rank's piece of the unsharded parameter (p2p/aliased_params.h). While that
+//     parameter is in use, gradients get other memory.
 #pragma once
 
 #include <cstddef>
@@ -40,10 +41,12 @@ class GradPlacement {
   // Called if a dead shard is gathered again, by c10d. The shard does not count as dead in the next backward.
   void gather_elsewhere(size_t shard);
   void count_reduces(int64_t count) { reduces_ += count; }
-  // Returns the offset in the buffer for a gradient of `bytes`. Empty if dead shards have no room, or this rank still
-  // reads one there (`is_in_use`, by index). Called before the reduce is counted: only earlier ones prove shards dead.
+  // Returns the offset in the buffer for a gradient of `bytes`. Empty if dead shards have no room, or if this rank
+  // still reads a dead shard there (`is_in_use(shard)`). Called before count_reduces() counts the gradient's own
+  // reduce, because a shard whose last gather follows that reduce is not dead yet.
   std::optional<int64_t> place(int64_t bytes, const std::function<bool(size_t)>& is_in_use);
-  // `is_caching`: whether unsharded parameters stay cached. Then some gathers are missing: no last ones are recorded.
+  // `is_caching`: whether unsharded parameters stay in the microbatch cache. Such a backward lacks their gathers, so it
+  // does not update which gathers are the last.
   void finish_backward(bool is_caching);
   size_t learned() const;  // hash of the last gathers in the previous backward, which must be the same on all ranks
 

@@ -35,8 +35,9 @@ class Staleness {
 
   // Records that an optimizer step has written copy `i`, from its main parameter at this version.
   void write(size_t i, uint64_t main_version) { copies_.at(i).version = main_version; }
-  // Records a refresh of copy `i`. Returns whether the copy's last write was from this version. If a step made it
-  // (CachedShard::stepped), the refresh may skip the copy. If not, a step that increased no version may have followed.
+  // Records a refresh of copy `i`. Returns whether the copy was last written from its main parameter at this version.
+  // Then the refresh may skip the copy if an optimizer step wrote it (CachedShard::stepped). If a refresh wrote it, a
+  // later optimizer step may have changed the main parameter but not the version.
   bool refresh(size_t i, uint64_t main_version);
   void finish_refresh();
 
