@@ -21,7 +21,8 @@ def cross_collectives(graph: Graph, gather_budget_bytes: int) -> None:
     which depend on a rank's batch, but all ranks must start collectives and gathers in the same order, or they hang.
 
     How: moves depend only on parameter sizes and the order of the graph, which are the same on all ranks. A gather
-    crosses at most one collective. The gathers that cross a collective have at most a quarter of `gather_budget_bytes`.
+    crosses at most one collective. All gathers that cross one collective have at most a quarter of
+    `gather_budget_bytes` together.
     """
     starts = calls(graph, GATHER_START, GATHER_GROUP_START)
     before = _collective_before(graph)

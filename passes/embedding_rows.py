@@ -59,7 +59,7 @@ def _gather_rows(graph: Graph, gather: Node) -> None:
     arguments = (*gather.args[:3], embedding.args[1], *domain_args(gather))
     rows = insert(graph, embedding, GATHER_ROWS, *arguments, like=embedding)
     rows.meta |= {key: embedding.meta[key] for key in ("recompute", "ac_graph_id") if key in embedding.meta}
-    # Else torch's partitioner decides by sizes, so ranks with different batches could decide differently.
+    # Else torch's partitioner chooses by sizes whether to save the rows, so ranks' choices could differ.
     rows.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
     replace_and_erase(graph, embedding, rows)
     graph.erase_node(gather)

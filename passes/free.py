@@ -32,7 +32,7 @@ def free(graph: Graph) -> None:
     How: a wgrad is a matmul on which no reader of an unsharded parameter depends. If the results of several dgrads are
     summed (queries, keys, values), wgrads move after the last of these dgrads. Then Inductor can fuse the recompute of
     a wgrad's input, such as a norm's result, with the norm's backward, which reads the sum. Moves depend only on kinds
-    and order of nodes, equal on all ranks. No node moves past one that writes to an argument.
+    and order of nodes, which are equal on all ranks. No node moves past one that writes to an argument.
     """
     if not calls(graph, *REDUCES):
         return
@@ -59,7 +59,7 @@ def free(graph: Graph) -> None:
 
 
 def _last_dgrads(dgrads: list[Node], gradients: set[Node]) -> dict[Node, Node]:
-    """Map each gradient to the last dgrad that reads it or, if a sum includes this dgrad, the sum's last dgrad."""
+    """Map each gradient to the last dgrad that reads it or, if that dgrad is summed with others, to the sum's last."""
     last_dgrad: dict[Node, Node] = {}
     sum_of = functools.cache(_sum_of)
     last: Node | None = None  # of the dgrads that are summed with `node`, the last in the graph

@@ -67,7 +67,7 @@ class _Needs(NamedTuple):
 def _needs(
     graph: Graph, starts: list[Node], link: Link, position: dict[Node, int], before_s: list[float]
 ) -> list[_Needs]:
-    """Return when each gather must run, one at a time, so that no reader waits. `before_s[i]`: the time of node i."""
+    """Return when each gather must run, one at a time, so that no reader waits. `before_s[i]`: when node i runs."""
     gather_s = sum(transfer_s(start, link) for start in starts)
     reduce_s = sum(transfer_s(start, link) for start in calls(graph, *REDUCE_STARTS))
     slowdown = 1.0 + reduce_s / gather_s if gather_s else 1.0

@@ -26,14 +26,14 @@ def save_for_backward(graph: Graph, save_for_backward_bytes: int | None) -> None
     this order and on parameter bytes, so all ranks choose alike.
 
     By default, saved parameters are in torch's memory, which is freed after their last readers in backward. If
-    `save_for_backward_bytes` is a number, they are in memory of the transport, so that this rank's piece needs no copy;
-    the transport keeps this memory until after backward, so peak memory may rise. Parameters that an op, such
-    as a custom op, may read on another stream are in torch's memory: `record_stream` does not protect the transport's.
+    `save_for_backward_bytes` is a number, they are in memory of the transport, so that this rank's piece is not
+    copied but mapped; the transport keeps this memory until after backward, so peak memory may rise. Parameters that an
+    op may read on another stream, as custom ops may, stay in torch's memory, which `record_stream` protects.
 
     Args:
         save_for_backward_bytes: most bytes of parameters to save. If None, a graph that computes the loss may save 9/8
-            of the bytes of its largest parameter, so that small ones that are read after it fit, too. Other graphs then
-            save none, because other code, such as the loss, runs between their forward and backward.
+            of the bytes of its largest parameter, so that small parameters that forward reads later fit, too. If None,
+            other graphs save none, because other code, such as the loss, runs between their forward and backward.
     """
     last_read = _last_read_in_forward(graph)
     budget_bytes = save_for_backward_bytes

@@ -97,8 +97,8 @@ def recompute_segments(segments: Sequence[Segment], stride: int) -> None:
 
     Segments and cuts are explained in graph/segments.py. Users' tags stay. Nodes that cannot safely run again are not
     tagged: random nodes; custom ops and collectives, which may have effects or state; nodes that write to their
-    arguments; nodes whose result has a data-dependent size, because other nodes refer to it; and readers of inputs that
-    forward writes to, because backward would read the new value.
+    arguments; nodes whose result has a data-dependent size, because other nodes refer to the size; and readers of
+    inputs that forward writes to, because backward would read the new value.
     """
     changed = _readers_of_written(segments[0][0][0].graph) if segments else set()
     for i, (nodes, cut) in enumerate(segments):
@@ -120,7 +120,7 @@ def _may_run_again(node: Node) -> bool:
 
 
 def _is_custom(node: Node) -> bool:
-    """Whether `node` calls an op that is neither torch's nor zcompile's, such as a custom op or one with subgraphs."""
+    """Whether `node` calls an op that is neither torch's nor zcompile's, such as a custom or higher-order op."""
     if node.target is operator.getitem:
         return _is_custom(args_of(node)[0])
     known = (*TORCHS, "zcompile", "_c10d_functional", "_c10d_functional_autograd")
@@ -156,8 +156,8 @@ def _is_random(node: Node) -> bool:
 def _dequantized(graph: Graph) -> list[Node]:
     """Return gathers of quantized parameters (of dtypes without gradients), and the nodes that dequantize them.
 
-    A node that dequantizes reads only such gathers, other such nodes, gathers of other parameters, and tables in which
-    packed values are looked up. Matmuls and random nodes do not count.
+    A node dequantizes if all of its inputs are computed from parameters alone, and at least one of these parameters is
+    quantized. A table in which it looks up packed values may be any tensor. Matmuls and random nodes do not count.
     """
     found: dict[Node, bool] = {  # nodes computed from parameters alone -> whether one of these parameters is quantized
         gather: value(gather).dtype not in TRAINABLE for gather in calls(graph, GATHER)

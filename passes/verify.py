@@ -35,7 +35,7 @@ class VerificationError(AssertionError):
 
 
 def verify(graph: Graph, after: str) -> None:
-    """Check that each parameter has one gather and one reduce, and that each start is waited for exactly once.
+    """Check that no parameter is gathered while unsharded, or reduced twice, and that each start has exactly one wait.
 
     A parameter may be gathered again after the last reader of its previous gather.
 

@@ -49,7 +49,8 @@ class MemoryLimit:
 
     nbytes: int  # most bytes of the rank's tensors, in all
     state_bytes: int  # the part of `nbytes` for shards, moments, accumulated gradients and transport buffers
-    share: float  # of the model's parameters that the graph reads, 0 to 1, from which other graphs' bytes are estimated
+    # The part (0 to 1) of the model's parameters that the graph reads, to estimate the bytes that other graphs save.
+    share: float
     shards: tuple[int, ...]  # indices of the Dynamo graph's inputs that are shards, or that eager code has gathered
 
 
@@ -58,7 +59,7 @@ class Plan:
     """The settings and rates from which passes decide when transfers start and end."""
 
     link: Link  # the machine, the transport and the number of ranks; the same on all ranks
-    # The options of these names, with defaults filled in; see `Settings`.
+    # The options of these names, see `Settings`. None: passes compute the default for each graph.
     gather_budget_bytes: int
     reduce_budget_bytes: int | None
     bucket_bytes: int
@@ -93,10 +94,11 @@ class Settings:
     is used, and why."""
 
     gather_budget_bytes: int | None = None
-    """Most bytes of unsharded parameters that live at once in a compiled graph, besides the inputs of the op that reads
-    the most bytes, or one transfer. Under a small budget, a parameter that is read again much later is gathered again.
-    Default: a sixteenth of a rank's memory. A rank's memory is the total memory of its GPU (for CPU ranks, of the host)
-    divided by the number of ranks that share it; the least of all ranks counts, rounded down to a power of two."""
+    """Most bytes of unsharded parameters that live at once in a compiled graph. One op's parameters, or one transfer,
+    may come on top, because passes cannot split them. Under a small budget, a parameter that is read again much later
+    is gathered again. Default: a sixteenth of a rank's memory. A rank's memory is the total memory of its GPU (for CPU
+    ranks, of the host) divided by the number of ranks that share it; the least of all ranks counts, rounded down to a
+    power of two."""
 
     reduce_budget_bytes: int | None = None
     """Most bytes of gradients whose reduces are in flight: started, but not waited for. One reduce is always allowed.

@@ -1,1 +1,1 @@
-"""Measures the rates of this machine, by which passes plan transfers: of kernels, and of transfers between ranks."""
+"""Measures how fast this machine runs kernels and transfers between ranks. Passes plan transfers by these rates."""

@@ -43,8 +43,8 @@ class Machine:
 
     hardware: Hardware  # the table for plans; see `tables_of`
     measured: Hardware  # the table for predictions
-    # The total memory of the rank with the least, rounded down to a power of two, so that almost equal machines give
-    # the same plan. Free memory differs from run to run: plans would, too, and compile caches would miss.
+    # The least memory of any rank: its share of the total (not free) memory of its device, rounded down to a power of
+    # two. So plans are the same on almost equal machines and in each run, and compile caches hit.
     memory_bytes: int
 
 
@@ -74,7 +74,7 @@ def common_machine(mesh: DeviceMesh, reports: Sequence[LocalMachine]) -> Machine
     shipped = table_of_name(first.device)[0] if on_gpu else CPU
     calibration = Calibration.from_json(first.calibration) if first.calibration else None
     hardware, measured = (shipped, shipped) if calibration is None else tables_of(shipped, calibration)
-    # A fake group's reports all name one GPU, as if ranks shared it. In a real run, each has its own, so take one.
+    # A fake group's reports all name one GPU, as if ranks shared it. A real rank has its own GPU, so use one report.
     sharing = reports[:1] if on_gpu and is_fake(mesh) else reports
     return Machine(hardware, measured, least_share([report.memory for report in sharing]))
 

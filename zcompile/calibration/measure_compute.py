@@ -88,7 +88,7 @@ def hold_device(host_s: float) -> None:
 
 
 def measure_compute(device: torch.device) -> dict[str, Any]:
-    """Measure the kernels that `device` has, after `warm_up`. Return fields of `Calibration` (results.py)."""
+    """Measure the kernels that `device` has. Call `warm_up` before. Return fields of `Calibration` (results.py)."""
     on_gpu = device.type == "cuda"
     sizes, dtypes = (GPU_SIZES, GPU_DTYPES) if on_gpu else (CPU_SIZES, CPU_DTYPES)
     matmuls = {dtype: _if_possible(partial(_matmul_rate, device, dtype, sizes)) for dtype in dtypes}

@@ -150,7 +150,7 @@ class _Transport:
             points = self._points(self._start_gather)
             return points, self._interference(points[-1][1])
 
-        # Outside of a backward, p2p takes a repeated gather for a new forward, and first refreshes all cached shards.
+        # In a backward: elsewhere, p2p takes a repeated gather for a new forward, and refreshes cached shards first.
         gather, interference = _in_backward(gathers)
         return Wire(self.name, self.world, gather, self._points(self._start_reduce), interference)
 
@@ -186,7 +186,7 @@ class _Transport:
         return tuple(points[::-1])
 
     def _interference(self, transfer_s: float) -> float:
-        """Return the delay of matmuls that run beside transfers, in seconds a second of transfers, from 0 to 1."""
+        """Return the seconds, from 0 to 1, by which one second of transfers delays matmuls that run beside them."""
         on_gpu = self.device.type == "cuda"
         dtype, rows = (torch.bfloat16, GPU_PRODUCT) if on_gpu else (torch.float32, CPU_PRODUCT)
         product = square_product(self.device, dtype, rows)

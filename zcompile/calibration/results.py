@@ -106,7 +106,8 @@ def rounded(figure: float) -> float:
 def merged(shipped: Hardware, calibration: Calibration, differs: float = DIFFERS) -> Hardware:
     """Return `shipped` with each rate replaced whose measured value differs by more than `differs` (0.25: a quarter).
 
-    Plans use the default, so that small differences do not change them; predictions use 0. May be `shipped` itself.
+    Plans use the default, so that small differences do not change them; predictions use 0.
+    The result may be `shipped` itself.
     """
     changed: list[str] = []
 
@@ -163,7 +164,7 @@ def merged(shipped: Hardware, calibration: Calibration, differs: float = DIFFERS
 
 
 def tables_of(shipped: Hardware, calibration: Calibration) -> tuple[Hardware, Hardware]:
-    """Return `shipped` with measured rates: for plans, those that differ by over a quarter; for predictions, all."""
+    """Return `shipped` with measured rates, for plans (only rates that differ much) and for predictions (all rates)."""
     return merged(shipped, calibration), merged(shipped, calibration, differs=0.0)
 
 
@@ -234,7 +235,7 @@ def write_calibration(calibration: Calibration, file: Path | None = None) -> Pat
 
 
 def read_calibration(device: torch.device, world: int) -> tuple[Calibration | None, str]:
-    """Return the saved rates of `device` for `world` ranks and "", or None and why they cannot be used (may be "")."""
+    """Return the saved rates of `device` for `world` ranks, and "". If none can be used: None, and why (or "")."""
     name, again = device_name(device), "run `zcompile calibrate` again"
     file = calibration_file(name, world)
     if file is None:

@@ -19,7 +19,7 @@ class Wire:
 
     transport: str
     world: int
-    # Gathers and reduces of rising size, of one tensor each; on CPUs of several, because packing them takes time.
+    # Gathers and reduces of rising size, of one tensor each; on CPUs, of several tensors, because packing takes time.
     gather: Points
     reduce: Points
     # Seconds that compute loses for each second of transfer beside it: transfers take memory bandwidth, power or SMs.
@@ -129,7 +129,7 @@ class Hosts:
     itemsize: int  # bytes of an element as it is gathered, and as its gradient is reduced
 
     def gathered_bytes(self, elements: int) -> int:
-        """Return the bytes that a rank receives from other hosts once a step to gather its host shard of `elements`."""
+        """Return the bytes that a rank receives from other hosts in a step, for its host shard of `elements`."""
         return self.itemsize * elements * (self.count - 1) // self.count if self.shards_states else 0
 
     def summed_bytes(self, elements: int) -> int:
@@ -154,7 +154,7 @@ class Link:
 
     @property
     def sums_in_reduces(self) -> bool:
-        """Whether sums of gradients over hosts overlap with backward: only with p2p; see `C10dReduce` for others."""
+        """Whether sums of gradients over hosts overlap with backward: only with p2p. `C10dReduce` sums in its wait."""
         return self.hosts is not None and not self.hosts.sums_once and self.wire.transport == "p2p"
 
     def sum_over_hosts_s(self, nbytes: int) -> float:
@@ -294,7 +294,7 @@ TABLES = {"h200": H200, "h100": H100, "cpu": CPU}
 
 
 def table_of_name(name: str) -> tuple[Hardware, bool]:
-    """Return the table for a GPU that torch calls `name`, and whether it is of this GPU; if not, it stands in."""
+    """Return the table for a GPU that torch calls `name`, and whether it is this GPU's own, not a stand-in."""
     for pattern, table in ((r"\bH200\b", H200), (r"\bH100\b.*\bHBM3\b", H100)):
         if re.search(pattern, name):
             return table, True

@@ -14,7 +14,7 @@ STAGING_BYTES = 288 << 20  # the most for reduces with the p2p transport: 3 regi
 
 
 def state_bytes(parameters: int, link: Link) -> int:
-    """Return the bytes on one rank that live as long as the model: main parameters, moments, host shard, buffers.
+    """Return the bytes on one rank that live as long as the model: main parameters, moments, host shard, p2p's buffers.
 
     Args:
         parameters: the number of elements of all parameters, unsharded.
@@ -26,14 +26,14 @@ def state_bytes(parameters: int, link: Link) -> int:
 
 
 def transport_bytes(elements: int, link: Link, largest: int = STAGING_BYTES) -> int:
-    """Return p2p's bytes for shards of `elements` in total, `largest` in one: 2-byte copies, and staging of reduces."""
+    """Return p2p's bytes: 2-byte copies of shards (`elements` in all, `largest` in one), and staging of reduces."""
     if link.wire.transport != "p2p":
         return 0
     return 2 * elements + min(STAGING_BYTES, 3 * (link.world - 1) * PARAMETER_BYTES * largest)
 
 
 def in_flight_bytes(graph: Graph, link: Link) -> list[int]:
-    """Return the bytes of transfers' buffers at each node: received gradients, tensors packed for gloo; 0 with p2p."""
+    """Return the bytes that running transfers hold at each node: gradients, tensors packed for gloo; 0 with p2p."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     change = [0] * (len(position) + 1)
     starts = ops.calls(graph, ops.GATHER_GROUP_START, ops.REDUCE_START, ops.REDUCE_GROUP_START)

@@ -76,7 +76,7 @@ class Costs:
         return seconds
 
     def _newly_read_bytes(self, node: Node) -> int:
-        """Return the bytes that `node` reads and no earlier fusing node of its `Liveness.segment` read or wrote."""
+        """Return the bytes that `node` reads, but no earlier fusing node of its `Liveness.segment` read or wrote."""
         segment = self.liveness.segment[node]
         if segment != self._segment:
             self._segment, self._read = segment, set()
@@ -170,7 +170,7 @@ def simulate(graph: Graph, costs: Costs, cached: Collection[Node] = ()) -> Timel
 
 
 def _started_by(wait: Node, transfers: Collection[Node]) -> Node | None:
-    """Return the start in `transfers` that `wait` ends; None if another graph has it, or its parameter is cached."""
+    """Return the start in `transfers` for which `wait` waits. None: it is in another graph, or its gather is cached."""
     node = args_of(wait)[0]
     while isinstance(node, Node) and node.op == "call_function":
         if node in transfers:

@@ -3,8 +3,8 @@
 [Note: hints of unbacked sizes]
 A size of an op's result that depends on values is an unbacked symbol of SymPy. Plans need a number for it, a hint. If
 the graph tells the number of experts or ranks, the hint assumes that tokens are spread evenly over them. If not, the
-hint is the most that the op can return. Hints are stored by torch's `ShapeEnv`, which forward and backward share. They
-follow from the graph alone, so all ranks find the same hints.
+hint is the most that the op can return. Hints are stored for each `ShapeEnv` of torch; forward and backward share one.
+Hints follow from the graph alone, so all ranks find the same hints.
 """
 
 import math
@@ -82,7 +82,7 @@ def note_unbacked_sizes(graph: Graph) -> None:
 
 
 def _note_parts(node: Node) -> None:
-    """If `node` splits a tensor into parts of unbacked sizes, store as each part's hint that all parts are equal."""
+    """If `node` splits a tensor into parts of unbacked sizes, store hints by which all parts are equal."""
     name, args = str(node.target), cast(tuple[Any, ...], node.args)
     if name.startswith("_c10d_functional.all_to_all_single"):
         (source, outputs, inputs), dim = args[:3], 0
@@ -98,7 +98,7 @@ def _note_parts(node: Node) -> None:
 
 
 def _note(sizes: Sequence[Any], count: int) -> None:
-    """Store `count`, cut to the symbol's bounds, as the hint of each unbacked symbol in `sizes` that has none."""
+    """Store `count`, from 1 to the symbol's upper bound, as the hint of each unbacked symbol in `sizes` without one."""
     for size in sizes:
         for symbol in _unbacked_in(size):
             environment = size.node.shape_env
@@ -126,7 +126,8 @@ def _numel(node: Node) -> int:
 def _experts_of(mask: Node) -> int:
     """Return the number of experts if `mask` selects the tokens of one of them, else 1.
 
-    For `topk(scores)[1] == expert`, it is the number of columns of `scores`; for a slice of one-hot rows, their length.
+    For `topk(scores)[1] == expert`, the number is the size of the dimension of `scores` from which topk selects; for an
+    index `one_hot[:, expert]`, the size of the indexed dimension.
     """
     node: Node | None = mask
     while node is not None:

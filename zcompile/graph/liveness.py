@@ -9,13 +9,13 @@ has no storage here, and the storages from which it is computed live until its r
 Nodes that fuse are pointwise nodes, casts, copies and reductions. Others, such as matmuls, attention and transfers, do
 not fuse, and divide the graph into *segments* (other ones than those of segments.py). The result of a node that fuses
 is written to memory if one of its readers does not fuse, or is in a later segment. An exception is a pointwise node,
-such as a mask, if all paths from it to readers in later segments have only nodes that fuse: each reader computes it.
+such as a mask, if all paths from it to readers in later segments have only nodes that fuse: readers compute it again.
 
 Nodes that fuse and share arguments become one *kernel*, also across segments, unless one depends on another through a
-node that does not fuse. A kernel runs when its last argument is made; its arguments and results live then. If only one
-node of the kernel, and no later node, reads an argument, that node's result of the same size is written over it.
-Inductor writes over an input of a graph only if it is a donated buffer: an activation that forward saved, whose memory
-no input or output of forward and no output of backward has.
+node that does not fuse. A kernel runs when its last argument is made. All its arguments and results live then. But if
+only one node of the kernel, and no later node, reads an argument, a result of that node with the argument's size is
+written over the argument. Inductor writes over an input of a graph only if it is a donated buffer: an activation that
+forward saved, whose memory no input or output of forward and no output of backward has.
 """
 
 import operator
@@ -135,7 +135,7 @@ class Liveness:
         return list(accumulate(change[: len(self.nodes)]))
 
     def _run_at_once(self, kernel: list[Node], lives: dict[Storage, tuple[int, int]]) -> None:
-        """Change `lives`: a kernel's nodes run together once all arguments exist; arguments and results live then."""
+        """Change `lives`: `kernel` runs once its last argument is made; all its arguments and results live then."""
         first, last = (self.position[node] for node in (kernel[0], kernel[-1]))
         # Dictionaries: the order of sets differs from rank to rank.
         results = {storage: storage.maker for node in kernel for storage in self.storages[node] if storage in lives}
@@ -157,7 +157,7 @@ class Liveness:
             free = {result: maker for result, maker in free.items() if result not in same_size[:1]}
 
     def _kernels(self) -> list[list[Node]]:
-        """Return the nodes of each kernel whose results are written to memory; see [Note: what fuses]."""
+        """Return, for each kernel, its nodes whose results are written to memory; see [Note: what fuses]."""
         kernel_of: dict[Node, list[Node]] = {}
         last_reader: dict[Storage, Node] = {}
         for node in self.nodes:
@@ -238,7 +238,7 @@ class Liveness:
 
 
 def mark_saved(forward: GraphModule, backward: GraphModule, num_outputs: int) -> None:
-    """Set IS_DONATED on inputs of `backward` that `forward` computes: among its outputs from index `num_outputs` on."""
+    """Set IS_DONATED on inputs of `backward` that `forward` computes and saves: its outputs from `num_outputs` on."""
     outputs, gradients = (args_of(graph.graph.output_node())[0] for graph in (forward, backward))
     of_others = [*forward.graph.find_nodes(op="placeholder"), *outputs[:num_outputs], *gradients]
     held = {memory._cdata for memory in map(_memory_of, of_others) if memory is not None}
@@ -267,7 +267,7 @@ def _is_pointwise(node: Node) -> bool:
 
 
 def aliases(node: Node) -> list[Node] | None:
-    """Return the nodes whose memory the result of `node` has, by the op's schema; None if it has memory of its own."""
+    """Return the inputs whose memory the result of `node` shares, by the op's schema; None if it has its own memory."""
     if node.op != "call_function":
         return [] if node.op in ("output", "get_attr") or not result_bytes(node) else None
     if node.target is operator.getitem:

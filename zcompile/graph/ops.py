@@ -53,8 +53,8 @@ ROW_REDUCES = {REDUCE_ROWS, REDUCE_ROWS_START}
 REDUCES = {REDUCE, REDUCE_ROWS, *REDUCE_STARTS}
 WAITS = {GATHER_WAIT, REDUCE_WAIT}
 
-# A key in `meta` of a gather whose result the pass `save_for_backward` saves. The value: whether the transport may own
-# the result's memory (see `cache_across_microbatches`), which `record_stream` does not protect.
+# A key in `meta` of a gather whose result the pass `save_for_backward` saves. The value: whether the result may be in
+# memory of the transport, which `record_stream` does not protect (see `cache_across_microbatches`).
 SAVED_FOR_BACKWARD = "zcompile_saved_for_backward"
 
 # The default of the option `reduce_budget_bytes` is at least this: room for two gradients (see `reduce_budget`) of MLP
@@ -75,8 +75,8 @@ MOVEMENT = {
 }
 
 # Ops, with all overloads, that never write their result over their first argument. Inductor lets some other ops
-# (`index_put`, custom ops that mutate) write there if no other node of the graph reads the argument. If this is a
-# cached parameter, the next microbatch would read the result.
+# (`index_put`, custom ops that mutate) write there if no other node of the graph reads the argument. If the argument is
+# a parameter in the microbatch cache, the next microbatch would read the op's result in its place.
 PURE_READERS = {
     aten.addmm,
     aten.baddbmm,
@@ -158,12 +158,12 @@ def nbytes(node: Node) -> int:
 
 
 def shape_hint(tensor: torch.Tensor) -> torch.Size:
-    """Return the shape of a fake value, with traced values of dynamic sizes; see [Note: hints of unbacked sizes]."""
+    """Return the shape of a fake value, with numbers (`size_hint`) in place of dynamic and unbacked sizes."""
     return torch.Size([size_hint(size) for size in tensor.shape])
 
 
 def result_bytes(node: Node) -> list[int]:
-    """Return the bytes of each tensor in the result of `node`, with traced values of dynamic sizes."""
+    """Return the bytes of each tensor in the result of `node`, by `shape_hint`."""
     result = node.meta.get("val")
     tensors = [result] if isinstance(result, torch.Tensor) else result if isinstance(result, (tuple, list)) else []
     return [
@@ -240,7 +240,7 @@ def readers(links: list[Node]) -> list[tuple[Node, Node]]:
 
 
 def only_reads(node: Node) -> bool:
-    """Whether `node` writes to no argument, and reads them on the current stream alone; False for custom ops."""
+    """Whether `node` surely only reads its arguments, on the current stream alone; False for custom ops."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     is_pointwise = torch.Tag.pointwise in node.target.tags and node.target.namespace in ("aten", "prims")

@@ -1,8 +1,9 @@
 """Divide a forward into segments, each of which backward can recompute from the few activations before it.
 
 [Note: segments]
-A *cut* is the set of all activations that later nodes read at one place of forward, if it is small and shares none with
-the cut before it, such as the residual stream between decoder layers. The nodes between two cuts are a *segment*.
+At each place of forward, later nodes read some of the activations computed so far. The set of these activations is a
+*cut* if it is small and shares no activation with the cut before it, such as the residual stream between decoder
+layers. The nodes between two cuts are a *segment*.
 """
 
 from collections.abc import Collection, Sequence, Set
@@ -17,7 +18,7 @@ LEAST_GAIN = 4  # results of a segment's nodes have at least 4 times the bytes o
 MOST_GROWTH = 2  # a cut has at most twice the bytes of the cut before, which excludes logits
 MOST_SHRINKAGE = 64  # and at least 1/64 of them, which excludes the loss of each token
 
-# Nodes that compute activations, and the cut: those of them that later nodes read. The last cut may be empty.
+# (the nodes of a segment, the cut at its end: those of the nodes that later nodes read). The last cut may be empty.
 Segment = tuple[Sequence[Node], Set[Node]]
 
 
@@ -54,8 +55,8 @@ def segments(graph: Graph, shards: Collection[Node]) -> list[Segment]:
 
 
 def _is_cut(alive: Set[Node], cut: Set[Node] | None, nodes: Collection[Node], made_bytes: int) -> bool:
-    """Whether `alive`, the activations alive after `nodes`, is a cut: from `cut`, the last one, backward can recompute
-    `nodes`, whose results take `made_bytes`, and saving `alive` instead takes far less."""
+    """Whether `alive`, the activations alive after `nodes`, is a cut. It must have far fewer bytes than all results of
+    `nodes` (`made_bytes`). `cut`: the cut before `nodes`, from which backward can recompute them; None: none yet."""
     if not all(map(_is_tensor, alive)) or not any(node.meta["val"].ndim for node in alive):
         return False
     if cut is None:

@@ -65,7 +65,7 @@ def flex_attention(call: Call) -> Work:
     """Return the work of flex attention, forward or backward, in the blocks of scores that its mask does not skip.
 
     The block mask's tensors have no values at compile time, so the mask's function in the graph is called with a few
-    positions of each block. If it reads tensors, such as the documents of tokens, all blocks count.
+    positions of each block. If the function reads tensors, such as each token's document, all blocks count.
     """
     is_backward = call.name.endswith("backward")
     query, key, values = call.args[:3]

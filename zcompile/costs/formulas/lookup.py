@@ -26,9 +26,9 @@ _told: set[str] = set()  # ops about which `_tell` has logged
 
 
 def find_work(node: Node) -> tuple[Work | None, str]:
-    """Return (the `Work` of the call `node`, "") if a formula is known; else (None, name): then its bytes count.
+    """Return (the `Work` of the call `node`, ""), or (None, name) if plans must take its time from its tensors' bytes.
 
-    The name is that of an op that may compute, and so take longer than its bytes; "" for ops that only move bytes.
+    With None, `name` is the op's name if the op may compute, and so take longer than its bytes; "" if it may not.
     """
     target: Any = node.target
     is_higher = isinstance(target, torch._ops.HigherOrderOperator)

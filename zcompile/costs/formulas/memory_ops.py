@@ -1,4 +1,4 @@
-"""Cost formulas of ops that only move bytes, but do not read and write each argument and result once.
+"""Cost formulas of ops that only move bytes, but not by one read of each argument and one write of each result.
 
 Sources: the kernels of ATen (TensorTopK.cu, Sort.cu, SummaryOps.cu, SoftMax.cu, Loss.cu), and their times on an H100
 with torch 2.11 (docs/lab/measurements.md, "Formulas").
@@ -13,7 +13,7 @@ from zcompile.costs.formulas.work import Call, TensorSize, Work, nbytes_of
 SECTOR_BYTES = 32  # the least that a read from memory takes
 INDEX_BYTES = 8  # of int64
 SMALL_SLICE = 4096  # a slice of at most so many items is sorted within one kernel
-BLOCK_SORT_PASSES = 3.5  # bytes that such a kernel moves for each byte of its items and each byte of a key
+BLOCK_SORT_PASSES = 3.5  # bytes that such a kernel moves, for each byte of (item, index) pairs and each byte of a key
 SELECT_BITS = 2  # bits of a key by which one pass of a top-k selects
 SELECT_READS = 2  # reads of the input in such a pass
 LONG_SLICE = 20_000  # several thread blocks select from a slice of at least so many items

@@ -33,8 +33,8 @@ def register_cost(op: Any, function: Formula, version: int | str) -> None:
             ("lib::op"), or a Triton kernel. An op's formula does not apply to its backward if that is another op.
         function: returns a `zcompile.Work` for a call. Its arguments are the op's, with a `zcompile.TensorSize` (shape,
             dtype) in place of each tensor, and `out=`, the result: a `TensorSize`, or a tuple of them. For a Triton
-            kernel, they are the kernel's arguments by name, and `grid=`, a tuple of numbers. It must depend only on
-            its arguments. If it raises an error, the bytes of the call's tensors count, and a warning is logged.
+            kernel, they are the kernel's arguments by name, and `grid=`, a tuple of numbers. `function` must depend
+            only on its arguments. If it raises, the bytes of the call's tensors count, and a warning is logged.
         version: change it when `function` changes, because caches of compiled graphs are keyed by the version.
 
     Raises:

@@ -35,7 +35,9 @@ class TensorSize:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one call of an op. Its time is the longer of those of `flops` and `nbytes`, plus those of launches.
+    """The work of one call of an op.
+
+    Its time is the longest of the times of `flops`, `nbytes` and an empty kernel; further launches add to it.
 
     Attributes:
         flops: floating-point operations of matmuls or attention. A multiply-add counts as two.
@@ -45,8 +47,8 @@ class Work:
         grouped: whether `flops` are operations of a grouped matmul.
         attention: if `flops` are operations of attention, its kernel: "flash", "efficient", "cudnn", "flex" or
             "math".
-        share: the share of its kernel's rate in the hardware table that attention reaches on a GPU.
-        cpu_share: the share of this rate that attention reaches on a CPU.
+        share: the fraction that attention reaches, on a GPU, of its kernel's rate in the hardware table.
+        cpu_share: the same fraction on a CPU.
         seconds: additional time, such as a wait of the host for the device.
     """
 
