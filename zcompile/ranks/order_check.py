@@ -1,8 +1,8 @@
 """A check before each optimizer step that all ranks have started the same collectives.
 
 The host of each rank counts and hashes the collectives that it starts; see [Note: order of collectives] in
-csrc/transport/order_log.h. A check compares these numbers, so it waits for other hosts, but for no device. Two kinds of
-optimizer steps are not checked: steps inside of a backward, and steps that `torch.compile` compiled.
+csrc/transport/order_log.h. A check compares these numbers, so it waits for other ranks' hosts, but no device. Two
+kinds of optimizer steps are not checked: steps inside of a backward, and steps that `torch.compile` compiled.
 
 A rank that has started no collective since its last check cannot have received wrong data. So it takes part in the
 check, but does not wait: it reads the result at its next check. If a program's last check finds a difference, only the
@@ -123,7 +123,8 @@ class OrderCheck:
     def finish(self) -> None:
         """Wait for the check in flight, if there is one, and compare its result.
 
-        Also raise if another check or order_watch.py finds a difference meanwhile: other ranks may not join this check.
+        Also raise if another check or order_watch.py finds a difference meanwhile, because ranks that have raised for
+        that difference do not join this check.
         """
         exchange, self.under_way = self.under_way, None
         _late.discard(self)

@@ -2,7 +2,8 @@
 
 See [Note: order of collectives] in csrc/transport/order_log.h. When the thread of a rank finds a difference, the next
 collective of each rank raises, and so does a pending wait over gloo. Training does not wait for the thread, so
-gradients may be wrong before. order_check.py keeps optimizers from stepping with them, except in two kinds of steps.
+gradients may be wrong until then. order_check.py keeps optimizers from stepping with wrong gradients, except in steps
+inside of a backward and in compiled steps.
 
 The thread also asks torch whether NCCL failed, for example because a rank ended. After a difference or a failure, it
 aborts the model's process groups, because the host may wait for its device, and the device for another rank. Without
@@ -83,7 +84,7 @@ class OrderWatch:
             return not self.ended
 
     def close(self) -> None:
-        """End the thread before the interpreter exits: an exit while it calls the store would abort the process."""
+        """End the thread before the interpreter exits: exiting while the thread calls the store aborts the process."""
         self.stop.set()
         self.thread.join(CLOSE_S)
 

@@ -46,7 +46,8 @@ def timeout_of(mesh: DeviceMesh) -> datetime.timedelta:
 
 
 # The process groups that zcompile made, by use, ranks, device type and timeout. Models over the same ranks share a
-# group: there, checks find ranks that run different models. In separate groups, these would wait until the timeout.
+# group, so that checks find ranks that run different models. With a group per model, those ranks would wait for each
+# other until the timeout.
 _shared_groups: "weakref.WeakValueDictionary[tuple[Any, ...], dist.ProcessGroup]" = weakref.WeakValueDictionary()
 
 

@@ -28,8 +28,8 @@ class Agreement:
 
     The comparison is no collective, because a rank that runs another program may never take part. Each program is
     compared before its first run. A rank may compile alone, for example for a sequence length that other ranks do not
-    have. Those other ranks run programs that they compared earlier, and may never reach the new one. So the rank waits
-    for each only until that one has started more collectives than the rank. order_watch.py compares the collectives.
+    have. Those other ranks run programs that they compared earlier, and may never reach the new program. So a rank does
+    not wait for ranks that have started more collectives than itself: order_watch.py compares their collectives.
 
     A difference ends a round of checks: each rank raises in its next check, and then begins the next round. Keys in the
     store have the round's number, so no check reads what ranks wrote before a difference.
@@ -91,8 +91,9 @@ class Agreement:
         """Return the largest `number` that ranks pass for the program of `lines`, so that all compile it by one plan.
 
         Ranks that have started more collectives than this rank pass no number: they run code that they compiled
-        earlier. If there are any, the result is at least the previous one for `lines`, as their plan may come from it.
-        If it is larger, plans differ; order_watch.py compares the ranks' collectives. Raises as `check` does.
+        earlier, perhaps by the result of the previous call for `lines`. If there are such ranks, the result is at least
+        the previous one. If it is larger, ranks' plans may differ: order_watch.py compares their collectives. Raises as
+        `check` does.
         """
         here = [*lines, Line(f"is compiled after {self.started(self.rank)} gathers and reduces")]
         names = {rank: f"{self.round}/{_key(here)}/{rank}/number" for rank in self.ranks}

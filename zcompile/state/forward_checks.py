@@ -82,7 +82,7 @@ class ForwardChecks:
 
     def check(self) -> None:
         """Count a forward in `unreduced`. Raise RuntimeError if modules loop over experts now but not at `shard`, or
-        the reverse, by a change of `config._experts_implementation`: `shard` chose units by it."""
+        the reverse: `config._experts_implementation`, by which `shard` chose units, has changed."""
         if self.unreduced is not None:
             self.unreduced.count_forward()
         for experts in self.experts:

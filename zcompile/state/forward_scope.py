@@ -37,9 +37,9 @@ def never_compiled_alone(function: Any) -> Any:
 
 class _Thread(threading.local):
     forwards = 0  # the number of nested forwards that this thread is inside of
-    models: tuple[ShardedModel, ...] = ()  # those whose outermost forward this thread is inside of
+    models: tuple[ShardedModel, ...] = ()  # the models whose outermost forward this thread is inside of
     is_eager = False  # inside of `call_eagerly`
-    looks_again = False  # whether the next call of a module must run `_enter`, which finds replaced parameters
+    looks_again = False  # whether the next call of a module must check all parameters of its model for replaced ones
     announced_depth = -1  # `announce` is called with each module whose forward begins at this value of `forwards`
     announce: Callable[[Any], None]
 
@@ -55,7 +55,7 @@ def is_in_forward() -> bool:
 
 @never_compiled_alone
 def look_again() -> None:
-    """Let the next module call look for replaced parameters, because eager code got `_parameters` and may change it."""
+    """Let the next module call look for replaced parameters, because eager code got `_parameters`, and may edit it."""
     if _thread.forwards > 0 and callable(get_eval_frame_callback()):
         _thread.looks_again = True
 
@@ -67,7 +67,7 @@ def is_transformed() -> bool:
 
 
 def announces() -> bool:
-    """Whether a forward that begins now is an outermost one in `with announcing(announce)`, which calls `announce`."""
+    """Whether a forward that begins now is outermost in a `with announcing(...)` block, and so is announced."""
     return _thread.forwards == _thread.announced_depth
 
 
@@ -126,7 +126,8 @@ def _enter(*states: ShardedModel) -> bool:
 
 @torch.compiler.disable
 def _prepare_call(module: Any, checks_all: bool) -> bool:
-    """Check the parameters of `module`, or of its model, before a call. Return whether it must run in eager."""
+    """Before a call of `module`, check its parameters or, with `checks_all`, all of its model. Return whether the call
+    must run in eager."""
     state: ShardedModel = module.__dict__[STATE]
     return state.enter_forward() if checks_all else state.enter_module(module)
 

@@ -10,7 +10,7 @@ components into the component tensors of the first gather, then calls `fsdp_post
 parameter as `out`.
 
 In the runtime, a component is a parameter without a shard (`is_component` in csrc/transport/param.h): each gather
-passes the data. The leaf of a tensor subclass has no memory. It only identifies the parameter, as in reduces. Because
+passes the data. The leaf of a tensor subclass has no memory. It only identifies the parameter, also in reduces. Because
 hooks are Python, only eager code gathers components, for all parameters of a block or unit together. Parameters that
 are gathered in int8 also use components (int8_gather.py).
 """
@@ -52,7 +52,7 @@ def has_hooks(parameter: torch.Tensor) -> bool:
 
 
 def part_held_by(parameter: Any) -> torch.Tensor:
-    """Return a DTensor's local tensor, or else `parameter`. A view by `to_local()` may lack attributes for hooks."""
+    """Return a DTensor's own local tensor (a view by `to_local()` may lack the hooks), or else `parameter`."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
@@ -226,7 +226,7 @@ class HookedGather(GatherExtension):
     def components_of(self, sharded: "ShardedParameter") -> Components:
         """Return the components that `fsdp_pre_all_gather` makes of this rank's shard.
 
-        Raises RuntimeError if they are not plain tensors, or not padded although the ranks do not divide the rows.
+        Raises RuntimeError if they are not plain tensors, or lack the padding of rows that ranks do not divide.
         """
         args: tuple[Any, ...] = (self.mesh,)
         if self.takes_sizes:

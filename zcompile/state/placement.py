@@ -90,7 +90,7 @@ def placements_of(
 
 
 def placement_of(parameter: nn.Parameter, choose: PlacementFunction | None) -> Placement:
-    """Return the result of `choose` for `parameter` as a `Placement`. Raises TypeError if it is of another type."""
+    """Return the result of `choose` for `parameter` as a `Placement`. Raises TypeError for other types of results."""
     chosen = None if choose is None else choose(parameter)
     if chosen is None:
         return Placement()
@@ -162,7 +162,7 @@ def remembered_mesh(key: Hashable) -> DeviceMesh:
 class Layout:
     """How the runtime moves a parameter, and how modules read it."""
 
-    # Of the all-gathered tensor. If `dim` is 0: the shape of the parameter, or of its local tensor under tensor or
+    # Shape of the all-gathered tensor. If `dim` is 0: that of the parameter, or of its local tensor under tensor or
     # expert parallelism. If not: (number of shards, *shape of a shard).
     shape: tuple[int, ...]
     dim: int = 0  # the tensor dimension along which the parameter is sharded
@@ -194,7 +194,7 @@ class Layout:
         )
 
     def gathered_grad(self, grad: Any, world: int) -> torch.Tensor:
-        """Convert `grad`, of `as_read(gathered)`, to the gradient of `gathered`: the shards of `world` ranks."""
+        """Convert `grad`, the gradient of `as_read(gathered)`, to that of `gathered`, which has `world` shards."""
         if self.inner is not None:
             if grad.placements != self.inner.placements:  # as the backward of `DTensor.from_local` does
                 grad = grad.redistribute(placements=self.inner.placements)
@@ -224,8 +224,8 @@ def layout_for(
         meshes: the inner meshes (of parameters that were DTensors before `shard`, as under TP), each mapped to the
             first mesh that equals it. This call adds that of `parameter`. Equal meshes become one object, so equal
             layers have equal layouts. Then `shard` gives them one class, and they share compiled code.
-        is_extended: whether `parameter`, a plain tensor, has the hook `fsdp_pre_all_gather`: not the tensor, but those
-            that the hook returns are gathered. Tensor subclasses with the hook are recognised without it.
+        is_extended: whether `parameter`, a plain tensor, has the hook `fsdp_pre_all_gather`. Then the tensors that the
+            hook returns are gathered in its place. Tensor subclasses with the hook do not need this argument.
     """
     part, dim = part_of(parameter.detach()), placement.shard.dim
     shape = tuple(part.shape)
@@ -271,9 +271,9 @@ def as_dtensor(
 ) -> DTensor:
     """Return the DTensor over `local`, this rank's shard of `parameter`.
 
-    The last dimension of `mesh` shards. The first of two replicates, or also shards if `over_hosts`. If `parameter` is
-    a DTensor, its mesh dimensions come after those of `mesh`, as under FSDP2. If one of them shards `dim`, too, it has
-    cut the tensor before `mesh` does, which `_StridedShard` expresses.
+    The last dimension of `mesh` shards. If `mesh` has two dimensions, the first replicates, or also shards if
+    `over_hosts`. If `parameter` is a DTensor, its mesh dimensions come after those of `mesh`, as under FSDP2. If one of
+    its mesh dimensions also shards `dim`, it has cut the tensor before `mesh` does, which `_StridedShard` expresses.
     """
     shape = parameter.shape
     cut = Shard(dim) if shape else Replicate()
@@ -314,7 +314,7 @@ def check_placement(name: str, parameter: nn.Parameter, placement: Placement, me
             f"{where} is a DTensor over {inner.mesh_dim_names}. Pass zcompile.shard a mesh of the same root that has "
             "named dimensions, such as mesh=world_mesh['dp']."
         )
-    # Compares the ranks of root meshes, because torch may give a DTensor an equal mesh that was made earlier.
+    # Compares the root meshes by their ranks, not as objects: torch may give a DTensor an equal mesh made earlier.
     if mesh._flatten_rank_map != inner._flatten_rank_map:
         return RuntimeError(
             f"{where} is a DTensor over {inner.mesh_dim_names}, a slice of a mesh with other ranks than that of "

@@ -76,13 +76,14 @@ class ShardedModel:
         Args:
             has_units: whether the parameters are those of units; see [Note: units] in units/unit.py.
             divisor: the number by which the runtime divides sums of gradients. Default: the number of ranks of `mesh`.
-            inner_mean_scale: as `mean_scale`, for parameters that were DTensors before `shard`. Their meshes contain
-                all ranks of the mesh of `shard`: this is the number of these ranks over `gradient_divide_factor`.
+            inner_mean_scale: the `mean_scale` of parameters that were DTensors before `shard`: the number of ranks of
+                the mesh of `shard` over `gradient_divide_factor`. Their own meshes contain all of these ranks.
             mesh_of_states: with `states="global"`, the mesh of the main parameters. Default: `mesh`.
         """
         self.domain = domain
         self.inner_mean_scale = inner_mean_scale
-        self.mean_scale = mesh.size() / (divisor or mesh.size())  # for gradients that DTensor averages over `mesh`
+        # Turns gradients that DTensor averages over `mesh` (in `full_tensor`) into sums divided by `divisor`.
+        self.mean_scale = mesh.size() / (divisor or mesh.size())
         self.mesh = mesh
         self.over_hosts = mesh_of_states is not None  # see [Note: host shards] in csrc/runtime/host_shards.h
         self.mesh_of_states = mesh if mesh_of_states is None else mesh_of_states
@@ -115,7 +116,7 @@ class ShardedModel:
         self.block_order: Any = None  # the `BlockOrder`
         self.call_outermost: Any = None  # runs a module's call that no other forward contains; see units/blocks.py
         self.units: ShardedModel | None = None  # if the model has units, the ShardedModel of their parameters
-        # {compiled module: its parameters, a list for this ShardedModel and each of `others`}; see `enter_module`.
+        # Compiled module -> its parameters: a list for this ShardedModel, then one for each of `others`.
         self.parameters_in: weakref.WeakKeyDictionary[nn.Module, list[list[ShardedParameter]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -158,7 +159,7 @@ class ShardedModel:
         self.wanted_transport, self.transport = wanted, choice
         for other in models_of(self)[1:]:
             other.use_transport(wanted)
-        # With p2p, ranks that run different programs raise and do not hang, because transfers of reduces have tags.
+        # With p2p, ranks that run different programs raise and do not hang, because reduces tag their signals.
         self.agreement = self.program_check if choice.transport != "p2p" else None
         log.info("zcompile: transport %s: %s", *choice)
 
@@ -273,8 +274,8 @@ class ShardedModel:
         """Raise RuntimeError, once for each assignment, if the program has assigned to `.data` of a parameter.
 
         `parameters`: those to check; None: all. A DTensor's values are in its local tensor, which such an assignment
-        does not change. `torch.utils.swap_tensors` also changes the local tensor, so in that case this makes a new leaf
-        and does not raise.
+        does not change. `torch.utils.swap_tensors` does change the local tensor: after it, this method makes a new
+        leaf, and does not raise.
         """
         sharded, names = list(self.parameters.values() if parameters is None else parameters), []
         indices = [each.index for each in sharded]

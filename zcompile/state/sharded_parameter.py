@@ -40,7 +40,7 @@ class ShardedParameter:
     leaf_reference: "weakref.ref[nn.Parameter]"
     layout: Layout = field(kw_only=True)
     owner_references: "list[tuple[weakref.ref[nn.Module], str]]" = field(default_factory=list)
-    # If the program replaced a tied parameter in one owner: the others, to which it has not assigned the new one yet.
+    # After the program replaced a tied parameter in one owner: the owners to which it has not assigned the new one yet.
     not_assigned: "list[tuple[weakref.ref[nn.Module], str]]" = field(default_factory=list)
     is_whole: bool = False  # inside of `zcompile.unshard`, where modules have an unsharded parameter
     unsharded: nn.Parameter | None = None  # in modules while their unit or block is gathered
@@ -75,9 +75,9 @@ class ShardedParameter:
     def note_assignment(self, module: nn.Module, attribute: str, is_new: bool) -> None:
         """Record that the program assigned `self.parameter` to the `attribute` of `module`, one of its owners.
 
-        `is_new`: until then, the owner had another parameter. Other owners read the new parameter, too. If the program
-        has not assigned it to all of them by the next forward, it may have meant to untie them, so `refuse_untying`
-        raises.
+        `is_new`: whether the owner had another parameter before. If the parameter is tied, all owners read the new one
+        from now on. But the program may have meant to untie them. So `refuse_untying` raises in the next forward if the
+        program has not assigned the new parameter to all owners by then.
         """
         others = self.owner_references if is_new else self.not_assigned
         self.not_assigned = [other for other in others if (other[0](), other[1]) != (module, attribute)]
@@ -191,7 +191,8 @@ class ShardedParameter:
         """Move the gradient of `leaf` into the DTensor's `.grad`. Autograd calls this after it set `leaf.grad`.
 
         Args:
-            is_late: whether the gradient is of earlier backwards. It counts even if the parameter is frozen by now.
+            is_late: whether the gradient is the sum of earlier backwards. If the parameter was frozen since, such a
+                gradient is kept, and others are dropped.
 
         Raises:
             RuntimeError: the program replaced the parameter, or a hook would see a gradient not summed over replicas.
@@ -221,7 +222,7 @@ class ShardedParameter:
         dtensor_grad: Any = self.sharded_grad()
         if dtensor_grad is None:
             local = self.add_grad(None, grad) if accumulates else grad
-            # By `__new__`, because `DTensor.__init__` does nothing, and takes the host longer.
+            # `DTensor(...)` would also call `DTensor.__init__`, which does nothing but takes host time.
             dtensor_grad = parameter.grad = DTensor.__new__(DTensor, local, parameter._spec, requires_grad=False)
         elif accumulates:
             dtensor_grad._local_tensor = self.add_grad(dtensor_grad._local_tensor, grad)
@@ -293,8 +294,8 @@ class ShardedParameter:
         return total.add_(rest)
 
     def add_to_earlier(self, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Autograd prehook for losses that read the DTensor itself: add the gradient to `earlier_grad`, and zeros to
-        `.grad`, while `.grad` is a factor for deferred gradients (see `defer_grad`)."""
+        """Autograd prehook that runs if a loss reads the DTensor itself, before autograd adds to `.grad`. While `.grad`
+        is a factor (see `defer_grad`), add the gradient to `earlier_grad` instead, and return zeros."""
         self.drop_if_zeroed()
         if not self.has_deferred:
             return grads
@@ -348,8 +349,8 @@ class ShardedParameter:
     def add_grad(self, accumulated: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
         """Return the sum of `accumulated`, the gradient of earlier microbatches, and `grad`, the result of a reduce.
 
-        In `zcompile.accumulate`, a reduce may add the accumulated gradient to its mean; then `grad` contains it.
-        If a hook or a nested backward has changed the accumulated gradient since, the change is added to `grad`.
+        In `zcompile.accumulate`, a reduce may already have added the accumulated gradient to its result. If a hook or a
+        nested backward has replaced the accumulated gradient since, only the difference is added to `grad`.
         """
         state = self.state
         if not state.microbatches.accumulates:

@@ -1,6 +1,7 @@
 """Calls users' gradient hooks on DTensors, and detects users' saved-tensor hooks.
 
-Autograd accumulates into leaves, so it does not call the hooks of DTensors. The post-accumulate hook of a leaf does.
+Autograd accumulates into leaves, not into DTensors, so it does not call the DTensors' hooks. Each leaf's own
+post-accumulate hook calls them.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 
 def carry_hooks(original: nn.Parameter, parameter: nn.Parameter) -> None:
-    """Let `parameter`, which replaces `original`, share its gradient hooks. Users' handles still remove these hooks."""
+    """Let `parameter`, which replaces `original`, share the hooks of `original`. Users' handles still remove them."""
     for attribute in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(original, attribute)
         if hooks:
@@ -68,7 +69,7 @@ def saves_by_hooks() -> bool:
 def hooks_for_others(storages: Collection[int]) -> Iterator[None]:
     """Keep users' saved-tensor hooks, such as `save_on_cpu`, from shards: tensors over `storages` (values of `_cdata`).
 
-    Why: backward gathers a shard by its storage, so it cannot gather a copy that a hook made.
+    Why: backward finds the parameter to gather by its shard's storage. A copy that a hook made has other storage.
     """
     pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
 

@@ -7,9 +7,9 @@ parameters: during its forward and its backward. A block is a `Unit` object (uni
 unsharded from forward to backward, because backward would gather it again at once.
 
 A graph that zcompile compiles gathers each parameter where it is read, and opens no block. But a block with components
-(gather_extension.py) opens, because they are made in Python; so the graph breaks at the block. A block compiled by
-another backend of torch.compile also opens: gathers in its graph would stay in memory until backward. If eager code
-reads a parameter while its block is not open, the block opens until the outermost forward ends.
+(gather_extension.py) opens, and the graph breaks at the block, because components are made in Python. A block compiled
+by another backend of torch.compile also opens: parameters gathered inside of such a graph would stay in memory until
+backward. If eager code reads a parameter while its block is not open, the block opens until the outermost forward ends.
 
 All ranks must run the same blocks, as under FSDP2, because a rank issues no collectives for a block that it skips. If a
 rank runs a block but does not use one of its parameters, it reduces zeros for this parameter. Hooks on a block's
@@ -100,7 +100,7 @@ class BlockOrder(UnitOrder):
     def read(self, unit: Unit) -> None:
         """Unshard block `unit` until the outermost forward ends, because eager code reads a parameter of it.
 
-        All ranks must do so: a rank that does not read the block issues no gather for it, so all ranks raise.
+        All ranks must read the block: a rank that does not read it issues no gather for it, and then all ranks raise.
         """
         unit.follow_requires_grad()
         if unit.is_here:
@@ -132,7 +132,7 @@ class BlockOrder(UnitOrder):
 
     @torch.compiler.disable
     def drop_reads(self) -> None:
-        """Reshard the blocks that `read` gathered in an earlier forward, or a backward that raised left open."""
+        """Reshard all blocks: an earlier forward (by `read`) or a backward that raised may have left blocks open."""
         self.abandon_if_raised()  # else an open block would keep all later gradients
         self.has_read = False
         for unit in self.units:
@@ -159,13 +159,13 @@ class BlockOrder(UnitOrder):
         self.end_reads(None, has_raised=True)
 
     def is_whole(self, events: EventList) -> bool:
-        """Whether an outermost forward or a backward runs. It may prefetch, because its end drops unused prefetches."""
+        """Whether an outermost forward or a backward runs. Both may prefetch: their end drops unused prefetches."""
         return self.in_root if events is self.forward else self.callback is not None
 
     def come_to(self, events: EventList, event: tuple[str, int]) -> int | None:
-        """Return the next index of `event`, a block's gather or reduce, in the last forward or backward, and pass it.
+        """Return the index in `events` at which `event`, a block's gather or reduce, comes next, and advance past it.
 
-        None if `event` does not come again there.
+        None if it does not come again. `events`: the collectives of the last forward, or of the last backward.
         """
         position = events.find(event, events.at)
         if position is not None:
@@ -231,7 +231,7 @@ def _end(unit: Unit, begun: _BlockCall | None, result: Any) -> Any:
 
 @torch.compiler.disable
 def _leave(unit: Unit, begun: _BlockCall | None) -> None:
-    """Reshard the block after a forward, also one that raised. `end_reads` reshards one that `order.read` opened."""
+    """Reshard the block after a forward, also one that raised. If `order.read` opened it, `end_reads` does so later."""
     unit.in_forward, unit.call = False, None
     if unit in unit.order.read_units:
         return
@@ -326,7 +326,7 @@ def _call_compiled(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _opened_by(module: nn.Module) -> tuple[Unit, ...]:
-    """Return the blocks with parameters but no `opener` in `module`. An outermost call of `module` must open them."""
+    """Return the blocks with modules in `module` but no `opener` in it, which an outermost call of it must open."""
     opened: tuple[Unit, ...] | None = module.__dict__.get(OPENED)
     if opened is None:
         inside = set(module.modules())

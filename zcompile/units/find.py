@@ -2,7 +2,7 @@
 
 By default, units are modules whose forward loops over experts, because each rank reads only the experts to which its
 tokens are routed. Their parameters must be sharded by rows over the model's mesh. A module that computes all experts by
-one grouped matmul is not a unit: all ranks read the same parameters, so a graph gathers each at its read.
+one grouped matmul is not a unit: all ranks read the same parameters, so a graph gathers each parameter before its read.
 """
 
 import ast
@@ -144,7 +144,7 @@ def find_units(model: nn.Module, wanted: Iterable[UnitLike]) -> dict[str, nn.Mod
 
 
 def leave_shared(group_of: MutableMapping[nn.Module, Any], owners: Iterable[Collection[nn.Module]]) -> None:
-    """Remove modules from their groups (units or blocks) until those that share a parameter have one group, or none.
+    """Remove modules from their groups (units or blocks) until all that share a parameter are in one group or none.
 
     Args:
         group_of: module -> its group, changed in place. Modules without a group are absent.

@@ -50,7 +50,7 @@ class UnitCall:
     def note_split_backward(self) -> None:
         """Record whether this backward is of inputs alone, as in a zero-bubble pipeline.
 
-        Raises RuntimeError if it is, inside of `zcompile.accumulate`, and the microbatch cache does not hold the unit.
+        Raises RuntimeError if so, inside of `zcompile.accumulate`, for a unit that the microbatch cache does not hold.
         """
         unit, was_split = self.unit, self.was_split
         is_split = unit.in_split_backward()
@@ -99,7 +99,7 @@ def hook_calling(method: Callable[[], Callable[[], None] | None]) -> Callable[[t
 class _Entry(torch.autograd.Function):
     """The first autograd node of a unit's forward. Its backward runs after those of all other nodes of the unit.
 
-    Why: it is ready after the backward of `_Exit`, but autograd first runs ready nodes that forward made later.
+    Why: it is ready after the backward of `_Exit`, but of all ready nodes, autograd runs the one made last in forward.
     """
 
     @staticmethod
@@ -124,7 +124,8 @@ class _Exit(torch.autograd.Function):
     def forward(ctx: Any, call: UnitCall, entry: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
-        # A checkpoint recomputes until the last saved tensor. That is `entry` on all ranks, so all recompute the unit.
+        # Activation checkpointing recomputes a forward up to its last saved tensor. Saving `entry` here, after the
+        # unit's own tensors, makes every rank recompute the whole unit, also if its forward saved nothing.
         ctx.save_for_backward(entry)
         return tuple(tensor.detach() for tensor in tensors)  # not views, to which torch forbids callers to write
 
@@ -224,7 +225,8 @@ def call_unit(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
 def call_inside(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
     """Run the forward of a module inside of a unit. A gradient of its result begins the unit's backward, too.
 
-    Why: a forward hook may give this result to code outside of the unit. Then its gradient may arrive first.
+    Why: a forward hook may give this result to code outside of the unit. Then the gradient of this result may arrive
+    before that of the unit's result.
     """
     result = call(module, *args, **kwargs)
     if not torch.compiler.is_compiling():

@@ -2,7 +2,7 @@
 
 [Note: order of units]
 A unit (units/unit.py) is a module whose parameters are all-gathered at its call. Every rank must join this all-gather,
-but a rank may skip a unit that other ranks call. The rank then issues the unit's collectives in one of two places:
+but a rank may skip a unit that other ranks call. The rank then issues the unit's collectives in one of two ways:
   - If it runs the module that calls the unit, at the end of this module's forward (`call_parent` in units/forward.py).
   - If it skips this module too, by a list. All ranks have the same list of collectives for forward (an all-gather of
     each unit), and for backward (an all-gather and a reduce-scatter of each). Before a rank issues a collective, it
@@ -14,10 +14,10 @@ groups of their own, in which no other collective waits. When a unit begins, the
 its all-gather overlaps with compute, and ranks that call it seldom wait for a rank that skips it.
 
 The lists are used if the forward of the whole sharded model runs. If a program calls only a part of the model, or a
-compiled function calls the model, a rank gathers and reduces only the units that it calls, the same on all ranks.
+compiled function calls the model, no list is used: then the program must gather and reduce the same units on all ranks.
 
-At first, the lists have the order of `named_modules`. After backward 1, 2, 4, 8 and so on, ranks compare the
-collectives that they issued, and adopt the order of a rank that called all units that any rank called.
+At first, the lists have the order of `named_modules`. After backward 1, 2, 4, 8 and so on, ranks compare the order in
+which they called units, and adopt the order of a rank that called all units that any rank called.
 """
 
 import functools
@@ -55,7 +55,7 @@ def in_backward() -> bool:
 
 
 def make_units(state: ShardedModel, root: nn.Module, modules: Mapping[str, nn.Module]) -> list[Unit]:
-    """Return units for those of `modules` (path -> module) of the model `root` that have a sharded parameter."""
+    """Return a unit for each of `modules` (path -> module in the model `root`) that has a sharded parameter."""
     made: list[Unit] = []
     of_units = state.units
     if of_units is None:
@@ -112,7 +112,7 @@ class UnitOrder:
     may_skip = True  # whether a rank may skip a unit that other ranks call
 
     def __init__(self, units: Sequence[Unit], mesh: DeviceMesh, budget_bytes: int):
-        """`budget_bytes`: a unit is prefetched if its unsharded parameters and the previous unit's fit in this."""
+        """`budget_bytes`: most bytes of the unsharded parameters of a prefetched unit and of the unit before it."""
         self.units, self.mesh, self.budget_bytes = list(units), mesh, budget_bytes
         indices = range(len(self.units))
         self.forward = EventList([(GATHER, i) for i in indices])
@@ -255,7 +255,7 @@ class UnitOrder:
                 self.start_reduce(unit, unit.leaves())
 
     def end_round(self) -> None:
-        """Issue the remaining collectives of one forward's backward. A call of autograd may run several backwards."""
+        """Issue the rest of one forward's backward collectives. A call of autograd may run the backward of several."""
         self.make_up(self.backward, len(self.backward.events))
         self.backward.at = 0
         self.rounds -= 1
@@ -267,7 +267,7 @@ class UnitOrder:
         return self.units[events.events[position][1]].start_gather() if gathered is None else gathered
 
     def gather_ahead(self, events: EventList, position: int) -> None:
-        """Prefetch the next unit that `events` gathers after index `position`, while the unit there computes."""
+        """While the unit at index `position` of `events` computes, prefetch the next unit that `events` gathers."""
         ahead = next((at for at in range(position + 1, len(events.events)) if events.events[at][0] == GATHER), None)
         if ahead is None or ahead in events.ahead or not self.units[events.events[ahead][1]].needs_gather():
             return
@@ -297,7 +297,7 @@ class UnitOrder:
     # --- backward ----------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Note that a backward of the whole model begins. If no other one runs, prefetch its first unit."""
+        """Note that a backward of the whole model begins. If no other backward runs, prefetch its first unit."""
         self.queue_callback()
         self.rounds += 1
         self.begun_rounds += 1
@@ -364,7 +364,7 @@ class UnitOrder:
                 Variable._execution_engine.queue_callback(self.compare)
 
     def reduce_rest(self) -> None:
-        """Reduce gradients that backwards of units missed, such as those of a weight penalty that a hook computed."""
+        """Reduce gradients that units got outside of their own backward, such as from a weight penalty in a hook."""
         shards = {call.unit.index: call.shards for call in self.calls_in_backward}
         for unit in self.units:
             if unit.has_grads and not unit.is_split:

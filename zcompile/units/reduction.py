@@ -50,7 +50,8 @@ class Reduction:
     def deliver_used(self) -> bool:
         """Add gradients to `.grad` of parameters that this rank used. Return whether any are left for `deliver_rest`.
 
-        If any has users' hooks, all are left: hooks may issue collectives, which all ranks need in the same order.
+        If any parameter has users' hooks, all gradients are left, because hooks may issue collectives, and all ranks
+        must issue collectives in the same order.
         """
         has_hooks = any(self.unit.sharded[i].has_hooks for i in self.trained)
         self.rest = [k for k, used in enumerate(self.used) if has_hooks or not used]
@@ -61,7 +62,7 @@ class Reduction:
 
 
 def deliver_rest(reductions: Sequence[Reduction]) -> None:
-    """Add to `.grad` the gradients that `deliver_used` left, of parameters that any rank used. Waits for the device."""
+    """Deliver the gradients that `deliver_used` left, for parameters that any rank used. Waits for the device."""
     if not reductions:
         return
     # A domain counts zero for parameters of other domains.

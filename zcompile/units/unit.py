@@ -1,20 +1,20 @@
 """Units: modules whose parameters are all-gathered together when their forward begins, like FSDP2's parameter groups.
 
 [Note: units]
-If a module reads different parameters on each rank, as a loop over experts does, it cannot gather each one at its read:
-a collective needs every rank. So the module is a unit: its forward first gathers all of its parameters, in the order of
-`named_parameters`. While the forward runs, the `_parameters` of its modules hold unsharded `nn.Parameter`s. So compiled
-code inside of a unit has no collective, and may differ between ranks.
+If a module reads different parameters on each rank, as a loop over experts does, it cannot gather each parameter where
+it reads it, because every rank must join a collective. So the module is a unit: its forward first gathers all of its
+parameters, in the order of `named_parameters`. While the forward runs, the `_parameters` of its modules hold unsharded
+`nn.Parameter`s. So compiled code inside of a unit has no collective, and may differ between ranks.
 
 The unsharded parameters are autograd leaves, and stay the same objects until their dtypes change. Their memory
-(csrc/runtime/unsharded_memory.h) is freed after forward, and backward gathers the unit again before its first read.
-Autograd accumulates into their `.grad`. When the backward of the unit ends, all gradients are reduced together, with
-zeros for parameters that this rank did not use. If no rank used a parameter, it must get no gradient, as in an
-unsharded model. So ranks also reduce flags that say which parameters they used; in the runtime, these flags are the
-gradient of one more parameter.
+(csrc/runtime/unsharded_memory.h) is freed after forward, and backward gathers the unit again before it first reads
+them. Autograd accumulates gradients into their `.grad`. When the backward of the unit ends, all gradients are reduced
+together, with zeros for parameters that this rank did not use. A parameter that no rank used must get no gradient, as
+in an unsharded model. So ranks also reduce flags that say which parameters they used. The flags are reduced as the
+gradient of one more parameter of the runtime.
 
-All ranks must gather alike. So the place in the program (forward, backward or checkpoint) decides which units are
-gathered and when, never the memory that a rank has. The order of units is in units/order.py.
+All ranks must gather the same units. So the place in the program (forward, backward or checkpoint) decides which units
+are gathered and when; the memory that a rank has never decides it. The order of units is in units/order.py.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class _Group(NamedTuple):
 
 
 class _Extended(NamedTuple):
-    """Parameters of one domain, which one transfer gathers as components; see gather_extension.py."""
+    """Parameters of one domain whose components (see gather_extension.py) one transfer gathers."""
 
     model: weakref.ref[ShardedModel]
     positions: list[int]  # in Unit.sharded
@@ -120,7 +120,7 @@ class Unit:
         others = [i for i, each in enumerate(self.sharded) if each.extension is not None]
         by_model = itertools.groupby(sorted(others, key=self._domain_at), key=self._domain_at)
         self.extended = [self._extended(list(positions)) for _, positions in by_model]
-        # Module that reads some of `sharded` -> names of these parameters in it -> their positions in `sharded`.
+        # Module that has some of `sharded` -> their names in this module -> their positions in `sharded`.
         tables: dict[nn.Module, dict[str, int]] = {}
         for i, each in enumerate(self.sharded):
             for module, name in each.owners:
@@ -148,11 +148,11 @@ class Unit:
         return _Extended(weakref.ref(self.sharded[positions[0]].state), positions)
 
     def follow_parameters(self) -> None:
-        """From now on, reshard to the DTensors that users see now: `load_state_dict(assign=True)` exchanges them."""
+        """Let later reshards restore the present DTensors, because `load_state_dict(assign=True)` replaces DTensors."""
         self.closed = self._by_name([each.parameter for each in self.sharded])
 
     def _by_name(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, nn.Parameter]]:
-        """Return name -> parameter for each module in `tables`. `parameters` are in the order of `sharded`."""
+        """Return a dict from name to parameter for each of `tables`. `parameters` are in the order of `sharded`."""
         return [{name: parameters[i] for name, i in positions.items()} for _, positions in self.tables]
 
     def drop_freed(self) -> None:
@@ -184,7 +184,7 @@ class Unit:
         return _Group(domain, dtype, positions, sizes, [len(shape) for shape in shapes])
 
     def _domain(self, positions: list[int]) -> _Domain:
-        """Make the `_Domain` of the parameters at `positions`, with a parameter for flags of use; see [Note: units]."""
+        """Make the `_Domain` of the parameters at `positions`. Add a parameter for flags of use (see [Note: units])."""
         model, count = self.sharded[positions[0]].state, len(self.sharded)
         use = torch.zeros(count, device=self.anchor.device)
         model.runtime.add(
@@ -306,7 +306,7 @@ class Unit:
         return bool(trained) and not any(executes(get_gradient_edge(each).node) for each in trained)
 
     def close(self, keep: bool = False) -> None:
-        """Reshard: put the DTensors back into the modules and free memory, unless a forward or backward still reads.
+        """Put DTensors into the modules and free memory (reshard), unless a forward or backward still needs the unit.
 
         `keep`: do not free the memory, because later code will read the unsharded parameters without a gather.
         """
@@ -392,7 +392,7 @@ class Unit:
 
         Args:
             grads: the unsharded gradients, in the order of `sharded`; None for a parameter that this rank did not use.
-            leaves: the leaves of `sharded`, because the program may have deleted their modules.
+            leaves: the leaves of `sharded`. The caller holds them, because the program may have deleted their modules.
         """
         used = [grad is not None for grad in grads]
         reduction = Reduction(self)
@@ -457,7 +457,7 @@ def _alive(model: "weakref.ref[ShardedModel]") -> ShardedModel:
 
 
 def _note_grad(parameter: torch.Tensor) -> None:
-    """Record that `parameter` has a gradient: its post-accumulate hook, which keeps no reference to the unit."""
+    """Post-accumulate hook of an unsharded parameter: note that its unit has gradients. Does not hold the unit."""
     unit: Unit | None = getattr(parameter, UNIT)()
     if unit is not None and not unit.has_grads:
         unit.has_grads = True
