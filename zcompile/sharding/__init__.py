@@ -1,1 +1,1 @@
-"""From an unsharded model to shards: placements, a comparison of ranks' plans, and how modules read parameters."""
+"""From an unsharded model to shards: placements, a check that ranks shard alike, and how modules read parameters."""

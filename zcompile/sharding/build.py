@@ -26,7 +26,7 @@ from zcompile.state.user_hooks import carry_hooks
 
 
 def build(model: nn.Module, plan: ShardPlan, state: ShardedModel, progress: Progress) -> None:
-    """Replace the parameters of `model` by DTensors, without a collective. `progress.at`: the place, for an error."""
+    """Replace the parameters of `model` by DTensors, without a collective. Sets `progress.at`, which errors name."""
     device = device_of(state.mesh)
     ignored = plan.options.ignored
     done: dict[int, ShardedParameter] = {}  # by id of the original parameter
@@ -88,7 +88,7 @@ def _shard_parameter(
 ) -> ShardedParameter:
     """Add this rank's shard of `parameter` to `state` and its runtime, as a DTensor and as a leaf.
 
-    `owner`: a module that reads the parameter, and keeps the leaf alive, and its attribute. `meshes`: see `layout_for`.
+    `owner`: (module, attribute) that reads the parameter; the module keeps the leaf alive. `meshes`: see `layout_for`.
     """
     part, dim, world = part_of(parameter.detach()), placement.shard.dim, state.groups.world
     layout = layout_for(parameter.detach(), placement, world, state.domain, policy.param_dtype, meshes, in_int8)

@@ -206,7 +206,7 @@ def install_tracing_readers(
 
 
 def read_narrow_shards(state: ShardedModel) -> None:
-    """On a single rank, turn reads by a cast into gathers, which read GPU copies of main parameters in host memory."""
+    """On a single rank, let reads gather, not only cast: the gathers read GPU copies of main parameters on the host."""
     for sharded in (sharded for each in models_of(state) for sharded in each.parameters.values()):
         for module, _ in sharded.owners:
             base, kind = vars(type(module))[RECIPE]
@@ -300,7 +300,7 @@ def _own_forward(base: type[nn.Module]) -> Callable[..., Any]:
 
 
 class _Unregistered:
-    """First base of each class from `_sharded_class`. Hides users' `__init_subclass__`, which may register it."""
+    """First base of each class from `_sharded_class`. Hides users' `__init_subclass__`, which may register classes."""
 
     def __init_subclass__(cls) -> None:
         pass

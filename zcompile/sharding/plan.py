@@ -128,7 +128,7 @@ def _parameter_lines(model: nn.Module, ignored: Iterable[int]) -> list[str]:
 
 
 def _placement_lines(placements: Sequence[tuple[nn.Parameter, Placement]]) -> list[str]:
-    """Return the lines of `ShardPlan.description`, which ranks compare, that say how parameters are placed."""
+    """Return lines on parameters' placements for `ShardPlan.description`, which must be equal on all ranks."""
     return [
         f"number {i}: {placement.shard} over {placement.mesh.mesh_dim_names if placement.mesh else 'mesh'} "
         f"local={placement.local} of {getattr(parameter, 'placements', 'a tensor')}"

@@ -71,7 +71,7 @@ def shard(
         output_dtype: dtype to which floating-point results of `model` are cast. Default: no cast.
         cast_forward_inputs: whether inputs are cast to `param_dtype`.
         ignored_params: parameters that stay whole on each rank, and whose gradients are not reduced. Parameters and
-            modules added after `shard` are treated alike. The first backward that reaches one of these warns.
+            modules added after `shard` are treated in the same way. The first backward that reaches one of these warns.
         units: modules, or classes of modules, whose forward may read different parameters on each rank, such as a loop
             over the experts that tokens hit. When the forward of a unit begins, the parameters of the module and of its
             submodules are gathered together; backward gathers them again, and reduces all gradients together. A unit

@@ -23,7 +23,7 @@ def start(state: ShardedModel) -> None:
 
 @torch.no_grad()
 def _share_values(state: ShardedModel) -> None:
-    """Broadcast scalars from the first rank of each shard group, and all parameters from the first replica."""
+    """Broadcast scalars from the mesh's first rank and, if the mesh has replicas, all else from the first replica."""
     for each in models_of(state):
         for sharded in each.parameters.values():
             hooks, leaf = sharded.hooked, sharded.leaf
@@ -36,7 +36,7 @@ def _share_values(state: ShardedModel) -> None:
 
 
 def _compare_programs(state: ShardedModel) -> None:
-    """If parameters are sharded over several meshes, compare programs among all ranks that these meshes connect."""
+    """If parameters are sharded over several meshes, compare compiled programs of all ranks that these connect."""
     models = models_of(state)
     meshes = [cast(DTensor, sharded.parameter).device_mesh for each in models for sharded in each.parameters.values()]
     if is_fake(state.mesh) or all(mesh == state.mesh_of_states for mesh in meshes):

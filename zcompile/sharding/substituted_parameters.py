@@ -15,10 +15,10 @@ from zcompile.state.sharded_parameter import ShardedParameter
 
 
 def read_given(module: nn.Module, name: str) -> torch.Tensor | None:
-    """Return the unsharded value of the tensor, or the None, that replaces parameter `name` of `module`.
+    """Return the tensor that replaces parameter `name` of `module`, unsharded; None if None replaces the parameter.
 
-    If it is a DTensor, its gradient is reduced as that of the parameter. Raises RuntimeError if it is neither a
-    DTensor of the parameter's shape, placements and mesh, nor a whole tensor inside of `zcompile.unshard`.
+    The gradient of a DTensor is reduced as that of the parameter. Raises RuntimeError if the replacement is neither a
+    DTensor of the parameter's shape, placements and mesh, nor an unsharded tensor inside of `zcompile.unshard`.
     """
     sharded: ShardedParameter = module.__dict__[SHARDED + name]
     given: Any = module._parameters[name]

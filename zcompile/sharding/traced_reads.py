@@ -74,12 +74,12 @@ class TracedTable:
         return self.own.values()
 
     def items(self) -> Any:
-        """Return ungathered parameters: else `parameters()` of an outer module yields a tied one as two tensors."""
+        """Return ungathered parameters: if gathered, a tied one is two tensors to an outer module's `parameters()`."""
         return self.own.items()
 
 
 def given_in_trace(module: nn.Module, name: str, dtype: torch.dtype | None = None) -> torch.Tensor | None:
-    """Return the tensor by which functional_call replaced a parameter in this trace, cast to `dtype`, or None."""
+    """Return functional_call's replacement of the parameter `name` in this trace, cast to `dtype`, or None."""
     if not _given or module not in _given or name not in _given[module]:
         return None
     given = _given[module][name]
@@ -117,7 +117,7 @@ def _table(self: Any) -> Any:
 
 @never_compiled_alone
 def is_open(module: Any) -> bool:
-    """Whether `module` has unsharded parameters. Outside of forwards, first frees those of a backward that raised."""
+    """Whether `module` has unsharded parameters. Outside of forwards, first frees those that a failed backward left."""
     if getattr(module, IS_OPEN, False) and not is_in_forward():
         module.__dict__[IN_UNIT].order.abandon_if_raised()
     return bool(getattr(module, IS_OPEN, False))

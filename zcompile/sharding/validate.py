@@ -22,7 +22,7 @@ from zcompile.units.find import check_units, find_units
 def validate(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> tuple[Placements, Exception | None]:
     """Return the placement of each parameter, and an error for all ranks to raise together, or None.
 
-    Raises TypeError or ValueError on this rank alone if `mesh` is not a 1-D or 2-D DeviceMesh that contains it.
+    Raises TypeError or ValueError on this rank alone if `mesh` is not a 1-D or 2-D DeviceMesh with this rank.
     """
     error = check_model(model, options.ignored) or check_divide_factor(options.gradient_divide_factor)
     check_mesh(mesh)
@@ -204,7 +204,7 @@ def _second_references(model: nn.Module, parameters: dict[str, nn.Parameter]) ->
 
 
 def _optimizers(parameters: dict[str, nn.Parameter]) -> Exception | None:
-    """Return the error if an optimizer holds a parameter already: it would go on to update the unsharded one."""
+    """Return the error if an optimizer holds a parameter already: it would still update the unsharded parameter."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     for item in gc.get_objects():
         if not issubclass(type(item), torch.optim.Optimizer):

@@ -19,10 +19,10 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
     The parameters that a microbatch gathers first stay unsharded until the end of the `with` block, up to the bytes in
     the option `microbatch_cache_bytes`. Compiled code gathers small parameters, which share a transfer
     (`bucket_bytes`), in each microbatch. With the p2p transport, the low-precision copies of shards that peers read are
-    cast once. Gradients accumulate as usual, but each microbatch allocates new memory for them, so a local tensor that
-    was taken from `.grad` earlier is not updated. With "each", results do not change, except that gradients of a
-    parameter that several graphs read are added in another order. All ranks must enter and leave the block at the same
-    microbatches. Do not change parameters inside: reads may return the old values until the end of the block.
+    cast once a step. Gradients accumulate as usual, but each microbatch allocates new memory for them, so a local
+    tensor that was taken from `.grad` earlier is not updated. With "each", results do not change, except that gradients
+    of a parameter that several graphs read are added in another order. All ranks must enter and leave the block at the
+    same microbatches. Do not change parameters inside: reads may return the old values until the end of the block.
 
     Args:
         reduce: when gradients are reduced; the same on all ranks.
@@ -36,7 +36,7 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
               in the parameters' dtypes. Hooks of parameters run at the end. Parameters of units (`units` of
               `zcompile.shard`) are still reduced in each microbatch. On one rank, the same as "each".
 
-            Gradients of split backwards (zero-bubble pipelines) are always reduced at the end.
+            With zero-bubble pipelines, which split backwards, gradients are reduced at the end for every `reduce`.
 
             With "shards" and "last", `.grad` is valid only after the `with` block; if the block raises, `.grad` is as
             it was before. With "last", `.grad` is a tensor of ones inside of the block. If the program scales this
@@ -87,7 +87,8 @@ def accumulate(model: nn.Module, reduce: str = "each") -> Iterator[None]:
 def begin_accumulating(state: ShardedModel, microbatch_cache_bytes: int) -> None:
     """Keep parameters unsharded, up to `microbatch_cache_bytes`, and let reduces add to earlier gradients.
 
-    Parameters must not change until `end_accumulating`. Graphs keep only those of the first mesh; other limits are 0.
+    Parameters must not change until `end_accumulating`. Graphs keep only parameters of domain 0: for units and for
+    other domains, `microbatch_cache_limit` is 0.
     """
     if state.block_order is not None:
         state.block_order.keep(microbatch_cache_bytes)

@@ -1,7 +1,8 @@
-"""Reduces that `zcompile.accumulate` defers to the end of its `with` block: sums over replicas, or all reduces.
+"""Reduces that `zcompile.accumulate` defers to the end of its block: sums over replicas or hosts, or all reduces.
 
-FSDP2 has these as `set_requires_all_reduce(False)` and `set_requires_gradient_sync(False)`. At the end, ranks first
-exchange which parameters have a gradient on any rank; for these, a rank without a gradient contributes zeros.
+FSDP2's `set_requires_all_reduce(False)` defers sums over replicas; `set_requires_gradient_sync(False)`, all reduces.
+At the block's end, ranks first exchange which parameters have a gradient on any rank. A rank without a gradient for
+such a parameter contributes zeros.
 """
 
 import functools
@@ -190,7 +191,7 @@ def _over_all(
 def _over_hosts(
     state: ShardedModel, bucket: list[ShardedParameter], sums: list[torch.Tensor | None]
 ) -> list[torch.Tensor]:
-    """Return this rank's shard of each reduced gradient. `sums`: those over the ranks of this host; None for zeros."""
+    """Return this rank's shard of each reduced gradient. `sums`: gradients summed over this host; None: zeros."""
     return state.runtime.reduce_over_hosts([sharded.index for sharded in bucket], sums)
 
 
@@ -212,7 +213,7 @@ def _sum_over_replicas(state: ShardedModel) -> None:
 
 
 def _summed(flat: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, int]:
-    """Return the sum of `flat` over replicas, and the bytes received. Each of 3 or more replicas sums a part."""
+    """Return the sum of `flat` over replicas, and the bytes received. Three or more replicas sum a part each."""
     count = group.size()
     if count <= 2:
         return _sum(_over_replicas(flat, group)), (count - 1) * flat.nbytes

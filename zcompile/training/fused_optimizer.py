@@ -139,7 +139,7 @@ def _scales_of(optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tenso
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError unless the fused kernels of transports can compute the step of `optimizer`."""
+    """Raise ValueError unless `optimizer` is a fused Adam or AdamW whose groups have no unsupported setting."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise ValueError(
             f"zcompile.fuse_optimizer takes Adam and AdamW, not {type(optimizer).__name__}. Leave the call out."
@@ -152,7 +152,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _fused_step(unbound: Callable[..., Any], local: "LocalStep", early: StepInBackward | None) -> Callable[..., Any]:
-    """Wrap `unbound`, an optimizer's step that calls `local.collect`: then set the model's `.grad` to None."""
+    """Return a step that calls `unbound`, the optimizer's own, then sets `.grad` of the model's parameters to None."""
     offload = local.offload
 
     @torch.compiler.disable  # torch.compile(optimizer.step) runs it in eager
@@ -212,14 +212,15 @@ class LocalStep:
     def collect(self, group: dict[str, Any], *lists: list[Any]) -> bool:
         """Step the model's parameters in `group`. Append the tensors of the rest to `lists`, as `_init_group` does.
 
-        torch then steps the rest. Unless their moments lie in host memory, it includes parameters of the model that are
-        sharded unlike their gradients or moments, or that a GradScaler unscales. `_init_group` makes missing states.
+        torch then steps the rest: parameters that are not the model's, or that have all-gather hooks. The rest includes
+        parameters that are sharded unlike their gradients or moments, or that a GradScaler unscales, unless their
+        moments lie in host memory. `_init_group` makes missing states.
         """
         optimizer, state = cast(Any, self.optimizer()), self.state
         collect = self.collect_others or functools.partial(type(optimizer)._init_group, optimizer)
         if state is None:
             return bool(collect(group, *lists))
-        # Without parameters that have all-gather hooks: a tensor subclass implements the ops of a step itself.
+        # torch steps parameters with all-gather hooks, because a tensor subclass implements the ops of a step itself.
         plain = [each for model in models_of(state) for each in model.parameters.values() if each.hooked is None]
         known = {id(sharded.parameter) for sharded in plain}
         index_of = {id(each.parameter): each.index for each in state.parameters.values()}  # without units, other meshes
@@ -307,7 +308,7 @@ class LocalStep:
             taken = {name: settings[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
             if state.runtime.fused_adam_step(indices, needed, **taken):
                 self.refreshes_cache = True
-                # Now, not after the step: a hook could write to a gradient, whose memory may hold copies of shards.
+                # Not after the whole step: a hook could write to a gradient, whose memory may hold copies of shards.
                 for item in done:
                     parameters[item].grad = None
                 return
@@ -316,6 +317,6 @@ class LocalStep:
         kernel(*tensors, **settings, **scales)
 
     def _expire_copies(self, shards: list[torch.Tensor]) -> None:
-        """Before torch's kernel, which writes no copies of `shards`: mark those of an earlier step as out of date."""
+        """Mark the transport's copies of `shards` as out of date: torch's kernel runs next, and writes no copies."""
         if self.refreshes_cache:
             torch.autograd.graph.increment_version(shards)

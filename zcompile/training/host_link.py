@@ -51,7 +51,7 @@ class HostLink:
     def aside(self) -> Iterator[None]:
         """Context manager in which `Queue.COMPUTE` is a second stream, which first waits for the program's work so far.
 
-        The program's own stream does not wait for it before `join`.
+        The program's own stream does not wait for the second stream before `join`.
         """
         yield
 
@@ -97,7 +97,7 @@ class CudaLink(HostLink):
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         if self.second is None:
-            # Of high priority: else the short kernels of a step wait for the end of backward's long ones.
+            # High priority: else the short kernels of an optimizer's step wait until backward's long kernels end.
             self.second = torch.cuda.Stream(self.device, priority=-1)
         self.second.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.second):

@@ -38,5 +38,5 @@ def fits(parameter: Any) -> bool:
 
 
 def with_local(like: torch.Tensor, local: torch.Tensor) -> Any:
-    """If `like` is a DTensor, return one over `local` with its mesh and placements; `local` may be in host memory."""
+    """Return `local`; if `like` is a DTensor, as a DTensor with the spec of `like`. `local` may be in host memory."""
     return DTensor(local, like._spec, requires_grad=False) if isinstance(like, DTensor) else local

@@ -42,10 +42,11 @@ def on_host(parameter: torch.Tensor) -> OnHost | None:
 
 
 def narrow_dtype(parameter: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype of all gathers of `parameter` if its main parameter may move to the host, else None.
+    """Return the dtype of all gathers of the main parameter `parameter` if it may move to the host, else None.
 
     A scalar, and a parameter that shares memory with other tensors, stay on the device. All ranks must get the same
-    result, also for an empty shard: p2p ranks read each other's cached shards, which then exist in this dtype only.
+    result, also for an empty shard. With p2p, ranks read each other's cached shards, and a main parameter in host
+    memory has its cached shards only in this dtype.
     """
     sharded = sharded_by(parameter)
     if sharded is None or sharded.on_host is not None or sharded.leaf_reference() is None or not sharded.shape:

@@ -46,7 +46,7 @@ COUNTS = 5  # index of the counts of steps
 
 Tensors = list[list[torch.Tensor]]  # parameters, gradients, both moments, maxima of squares if any, counts of steps
 # A function (items, done, tensors) that runs Adam's kernel on `tensors`, pieces of parameters on the device. `items`:
-# for each piece, the index of its parameter in the step; `done`: indices of parameters whose last piece is here.
+# for each piece, the index of its parameter in the step. `done`: the indices whose last piece is in `tensors`.
 Step = Callable[[Sequence[int], Sequence[int], Tensors], None]
 
 
@@ -68,7 +68,7 @@ class HostStates(defaultdict[torch.Tensor, dict[str, Any]]):
 
 
 def _waiting(name: str) -> Callable[..., Any]:
-    """Wrap defaultdict's method `name`: first wait until moments, of the key or else all, are in host memory."""
+    """Wrap defaultdict's method `name`: first wait until the key's moments (no key: all) are in host memory."""
     read = getattr(defaultdict, name)
 
     @functools.wraps(read)
@@ -204,7 +204,7 @@ class Offload:
     def _stream_group(
         self, stream: Stream, pieces: list[Piece], tensors: Tensors, mains: list[OnHost | None], step: Step
     ) -> None:
-        """Copy moments, and main parameters in host memory, of `pieces` to the device, step, and copy them back."""
+        """Copy those states of `pieces` that lie in host memory to the device, step, and copy the states back."""
         group = [[piece.of(values[piece.item]) for piece in pieces] if values else [] for values in tensors]
         group[COUNTS] = [tensors[COUNTS][piece.item] for piece in pieces]
         found = [mains[piece.item] for piece in pieces]
@@ -231,7 +231,8 @@ class Offload:
     def on_device(self, args: Tensors) -> Iterator[Tensors]:
         """Yield `args` of torch's fused kernel with moments copied to the device. At the end, copy the moments back.
 
-        Used if torch's kernel must get DTensors: states sharded unlike the parameter, or a DTensor from GradScaler.
+        Used if torch's kernel must get DTensors, not local tensors: a parameter, its gradient and its moments are not
+        sharded alike, GradScaler's scale is a DTensor, or `lr` or a beta is a tensor.
         """
         self.wait()
         moved = list(args)

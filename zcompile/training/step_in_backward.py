@@ -11,13 +11,13 @@ runs for these parameters alone, on a second stream, which waits for the gradien
 the second stream; `optimizer.step()` does. The memory of a gradient is not freed before the second stream has read it,
 since a later gradient of this backward could be written there.
 
-`optimizer.step()` updates the parameters that are left after backward. If the program has clipped or scaled their
-gradients, the others were updated with unclipped gradients. To detect this, backward copies some elements of the last
-gradient, and `optimizer.step()` compares them on the device. The next `optimizer.step()` raises, so that no step waits
-for the device.
+`optimizer.step()` updates the parameters that are left after backward. If the program clips or scales their gradients
+after backward, that is an error, because steps in backward used unclipped gradients. To detect the error, backward
+copies some elements of the last gradient, and `optimizer.step()` compares gradient and copy on the device. Only the
+next `optimizer.step()` reads the result and raises, so that no step waits for the device.
 
 Steps in backward write narrow shards (main_parameters.py), but not the p2p transport's copies of shards, which may
-share memory with gradients. The next gather casts these copies again.
+share memory with gradients. The next gather casts the shards into these copies again.
 """
 
 import contextlib
@@ -65,8 +65,9 @@ class StepInBackward:
     def add(self, sharded: "ShardedParameter") -> None:
         """Add a parameter with a complete `.grad` to the pending ones. If these fill `GROUPS` groups, first step them.
 
-        The optimizer's first step, and a parameter's first step, allocate host memory: `optimizer.step()` does them.
-        Raises RuntimeError if the parameter got another gradient since the last `optimizer.step()`.
+        A parameter is not added before the optimizer's first step, nor before its own: `optimizer.step()` runs these
+        steps, because they allocate host memory. Raises RuntimeError if the parameter already got a gradient since the
+        last `optimizer.step()`.
         """
         optimizer, parameter = self.optimizer(), cast(Any, sharded.parameter)
         if optimizer is None or not self.offload.has_stepped or parameter not in optimizer.state:
@@ -83,8 +84,9 @@ class StepInBackward:
     def finish(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the program's stream wait for the steps in backward. `optimizer.step()` calls this first.
 
-        Raises RuntimeError if a parameter got another gradient, or `param_groups` changed, after steps in backward; if
-        a GradScaler steps the optimizer; or if gradients changed between the previous backward and `optimizer.step()`.
+        Raises RuntimeError if gradients changed between the previous backward and the previous `optimizer.step()`. If
+        this backward has stepped parameters, also raises if such a parameter got another gradient, if settings in
+        `param_groups` changed, or if a GradScaler steps the optimizer.
         """
         seen, link = self.seen, self.offload.link
         self.pending, self.pending_bytes, self.seen = {}, 0, None

@@ -36,7 +36,8 @@ class Piece:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the piece's elements of `tensor`: a view, or `tensor` itself if these are all."""
-        # No view of all: p2p's step writes copies of shards over gradients without views only, and casts others later.
+        # No view of a whole gradient: p2p's step writes no cached shard into the memory of a gradient that has a view,
+        # so the next refresh must cast that shard (`release_to_step` in csrc/p2p/cached_grads.h).
         return tensor if self.is_whole else tensor.reshape(-1)[self.begin : self.end]
 
     def in_buffer(self, buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -44,10 +45,10 @@ class Piece:
 
 
 def plan_groups(numels: Sequence[int], capacity: int) -> list[list[Piece]]:
-    """Divide shards of `numels` elements into groups of at most `capacity` (a multiple of `GRAIN`), with padding.
+    """Divide shards of `numels` elements into groups of at most `capacity` elements, padding included.
 
-    Only a shard of more than `capacity` elements is cut. A shard without elements also gets a piece, because each rank
-    must call the transport for all parameters.
+    `capacity` is a multiple of `GRAIN`. Only a shard of more than `capacity` elements is cut. A shard without elements
+    also gets a piece, because each rank must call the transport for all parameters.
     """
     groups: list[list[Piece]] = [[]]
     used = 0
@@ -75,7 +76,7 @@ def _aligned(numel: int, alignment: int) -> int:
 class Slot:
     """Device buffers for one group at a time. `free`: an event after which the buffers may be overwritten.
 
-    The first event comes after the allocation, because deterministic mode fills new memory, on the compute stream.
+    At first, `free` comes after the allocation, because in deterministic mode the compute stream fills new memory.
     """
 
     def __init__(self, rows: int, capacity: int, device: torch.device, link: HostLink):

@@ -46,7 +46,8 @@ def full_parameters(
     Args:
         model: a sharded model, or a module of one. Parameters inside of `zcompile.unshard` need no gather.
         dtype: the dtype of the yielded float16, bfloat16, float32 and float64 tensors; other tensors keep theirs. A
-            parameter is cast before its all-gather, unless `dtype` is wider. Default: the main parameters' dtypes.
+            parameter is cast before its all-gather or, if `dtype` is wider than its own, after it. Default: the main
+            parameters' dtypes.
         bucket_bytes: the most bytes that one bucket gathers, in the dtype of the all-gather. A larger parameter is
             gathered alone. Must be the same on all ranks.
 
@@ -98,7 +99,7 @@ def _dtype_on_wire(sharded: ShardedParameter, dtype: torch.dtype | None) -> torc
 
 
 def _is_whole_by_dtensor(sharded: ShardedParameter) -> bool:
-    """Whether `DTensor.full_tensor` gathers `sharded`: a tensor subclass, or sharded also by tp, ep or over hosts."""
+    """Whether `DTensor.full_tensor` gathers `sharded`: for tensor subclasses, and with tp, ep or shards over hosts."""
     return sharded.layout.inner is not None or sharded.hooked is not None or sharded.state.over_hosts
 
 

@@ -28,8 +28,9 @@ from zcompile.unsharding.unshard import sharded_parameters_in
 gather_group_start = torch.ops.zcompile.gather_group_start.default
 gather_wait = torch.ops.zcompile.gather_wait.default
 
-# Ranks exchange one of these before a forward: this rank failed, has finished (before its first forward), or calls a
-# module outside of the one that generates (_FOREIGN) or in it (_FIRST_MODULE + its index).
+# Before a forward, each rank tells the others one of these numbers. _FAILED: the rank raised. _DONE: it has finished.
+# _DONE_WITHOUT_FORWARD: it has finished, and ran no forward. _FIRST_MODULE + i: it calls module i of the model that
+# generates. _FOREIGN: it calls a module outside of this model.
 _FAILED, _DONE, _DONE_WITHOUT_FORWARD, _FOREIGN, _FIRST_MODULE = range(5)
 
 Recording = list[tuple[list[int], torch.dtype]]  # of each transfer: indices of its parameters, and the dtype
@@ -59,10 +60,10 @@ def _compiles_by_itself(module: nn.Module, args: Any, kwargs: Any) -> bool:
 
 
 def _gathers(module: nn.Module) -> bool:
-    """Whether ranks wait for each other before forwards of `module`: these gather, unless in `zcompile.unshard`."""
+    """Whether forwards of `module` gather (not inside of `zcompile.unshard`), so that ranks must agree on them."""
     state: ShardedModel = module.__dict__[STATE]
-    # Not for a unit: a finished rank cannot repeat its gathers. Outside of its model's forward, a program must call it
-    # equally often on all ranks.
+    # False for a unit, because a finished rank cannot repeat a unit's gathers. If a program calls a unit outside of the
+    # model's forward, it must call the unit equally often on all ranks.
     if state.runtime.world == 1 or state.are_units or is_fake(state.mesh):
         return False
     return not all(each.is_whole for each in sharded_parameters_in(module))
@@ -75,8 +76,8 @@ class Generation:
         self.state: ShardedModel = module.__dict__[STATE]
         self.meeting = Meeting(self.state, GENERATE)
         self.numbers = {id(each): _FIRST_MODULE + i for i, each in enumerate(module.modules())}
-        # A finished rank repeats only gathers of leaves over the first mesh: none of units, other meshes and components
-        # (tensors that `fsdp_pre_all_gather` returns, or int8).
+        # A finished rank can repeat only gathers of leaves over the first mesh. It cannot repeat gathers of units, over
+        # other meshes, or of components (tensors that `fsdp_pre_all_gather` returns, or int8).
         hooks = any(each.extension is not None for each in self.state.parameters.values())
         self.needs_forwards = bool(self.state.others) or self.state.units is not None or hooks
         self.recordings: dict[int, Recording] = {}  # module number -> gathers of its last forward
@@ -124,7 +125,7 @@ class Generation:
             self.replay(self.recordings[running[0]])
 
     def meet(self, number: int) -> list[int]:
-        """Wait until all ranks call this. Return the number that each gave. Raise, as `check` does, if modules differ.
+        """Wait until all ranks call this. Return the numbers of all ranks. Raises the errors of `check`.
 
         `number`: of the module that this rank runs next, or a state such as `_DONE`.
         """

@@ -180,7 +180,7 @@ def _exchange(selected: list[ShardedParameter], parameters: list[nn.Parameter]) 
 
 
 def _problem(selected: list[ShardedParameter], whole: list[nn.Parameter], versions: list[int] | None) -> str:
-    """Describe a forbidden change of `whole`, or return "". `versions`: version counters, if any write is forbidden."""
+    """Describe a forbidden change of `whole`, or return "". `versions`: old version counters; None allows writes."""
     for i, (sharded, parameter) in enumerate(zip(selected, whole, strict=True)):
         if versions is not None and parameter._version != versions[i]:
             return f"parameter '{sharded.name}' was written to. To store it, pass writeback=True"
