@@ -65,7 +65,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `zcompile.explain` or `zcompile.compile` at its first use, because it imports Inductor."""
+    """Import `zcompile.explain` or `zcompile.compile` at its first use, because their modules import Inductor."""
     if name == "explain":
         return importlib.import_module("zcompile.explanation.explain").explain
     if name == "compile":

@@ -186,7 +186,7 @@ class _Saved(SerializableCallable):
         return cls(None)  # callable after `load`
 
     def load(self, entry: bytes, groups: Groups) -> None:
-        """Unpickle `entry` (`Code.entry`) with this rank's process groups: the code that calls of this object run."""
+        """Unpickle `entry` (`Code.entry`) with this rank's process groups. Calls of this object then run its code."""
         loaded = pickle.loads(entry)
         kernels.install_modules(loaded, groups)
         self.compiled = deserialize_bundled_cache_entry(loaded)
@@ -214,8 +214,8 @@ class Loaded:
         scope = {name: value for name, value in nn.Module._call_impl.__globals__.items() if not _is_dynamos(name)}
         modules, others = pickle.loads(objects)
         scope |= others | {name: importlib.import_module(module) for name, module in modules.items()}
-        # Suppress torch's warning that this rank lacks the groups of the unpickled meshes, the compiling rank's. Stop
-        # the garbage collector, which would take a third of the time of unpickling.
+        # The unpickled meshes have the groups of the rank that compiled: suppress torch's warning that this rank lacks
+        # them. Stop the garbage collector, which would take a third of the time of unpickling.
         with kernels.in_this_process(), _silent(meshes), without_gc():
             self.function = AOTCompiledFunction.deserialize(program, scope)
             saved: Any = self.function._artifacts.compiled_fn

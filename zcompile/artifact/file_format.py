@@ -2,9 +2,9 @@
 
 [Note: a file is a program]
 Loading a file unpickles objects and runs native code, so a file can do anything that a program can. Nothing is
-unpickled before four checks pass: no other user may write the file; its SHA-256 is the one that the caller gave, if
-any; its content has the SHA-256 that is in the file; and the fingerprint in its header equals this process's. The
-SHA-256 in the file detects damage; only a SHA-256 from the caller detects an attacker.
+unpickled before four checks pass: only this user, root and the file's group may write the file; its SHA-256 is the one
+that the caller gave, if any; its content has the SHA-256 that is in the file; and the fingerprint in its header equals
+this process's. The SHA-256 in the file detects damage; only a SHA-256 from the caller detects an attacker.
 """
 
 import hashlib
@@ -67,7 +67,7 @@ def read(path: Path, sha256: str | None = None) -> bytes:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ArtifactError: another user may write or replace the file, its SHA-256 is not `sha256`, or a read failed.
+        ArtifactError: other users may write or replace the file, its SHA-256 is not `sha256`, or a read failed.
     """
     try:
         with path.open("rb") as file:

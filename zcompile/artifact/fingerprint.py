@@ -29,7 +29,7 @@ from zcompile.state.attributes import RECIPE
 from zcompile.state.sharded_model import ShardedModel, models_of, state_of
 from zcompile.state.sharded_parameter import ShardedParameter
 
-NUMBER = "device number"  # a field of files whose code contains it, see `kernels.names_device_number`
+NUMBER = "device number"  # the GPU's; only in files whose code contains it, see `kernels.names_device_number`
 ANY = "any_size"  # stands for a dynamic size or stride of an input
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 

@@ -1,4 +1,4 @@
-"""Saves the C++ kernels that Inductor compiled in an artifact (a file), and loads them without a compiler.
+"""Saves Inductor's compiled C++ kernels to an artifact (a file), and loads them without a compiler.
 
 Inductor writes a Python module for each graph. When the module is imported, it passes the source of each kernel to an
 `AsyncCompile`, which compiles it. A module from an artifact has a `Kernels` instead, which takes C++ kernels from the
@@ -56,8 +56,8 @@ class Kernels(AsyncCompile):
 def graph_hash(gm: GraphModule, joint: GraphModule, joint_inputs: Sequence[Any]) -> str:
     """Hash the graph that Dynamo captured, and the joint graph that AOTAutograd made of it.
 
-    A call of a model has this hash and a fingerprint of its environment, such as versions (fingerprint.py). If both
-    equal those of another call, Inductor generates equal code for the two.
+    If two calls of a model have equal hashes, and equal fingerprints of their environments (versions and more, see
+    fingerprint.py), Inductor generates equal code for them.
     Returns "" if torch cannot hash a graph or a custom pass of the user.
     """
     captured = [each.code for each in gm.modules() if isinstance(each, GraphModule)]
@@ -83,7 +83,7 @@ def graphs_of(entry: Any) -> Iterator[Any]:
 
 
 def take_kernels(entry: Any, groups: Groups) -> dict[str, bytes]:
-    """Return the shared libraries of an AOTAutograd cache entry's C++ kernels, and let its code load them from a file.
+    """Return the shared libraries of an AOTAutograd cache entry's C++ kernels. Edit its code to load them from a file.
 
     Raises RuntimeError if a kernel is neither C++ nor Triton, or if `groups` lacks a collective's process group.
     """

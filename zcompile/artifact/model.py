@@ -9,8 +9,8 @@ machine; the file does not exist; or the reason why it does not fit.
 - The file fits on some ranks and does not exist on the others (no shared folder): one rank broadcasts it.
 - No rank has the file: rank 0 compiles, broadcasts the file and writes it, and all ranks load it. Under tensor
   parallelism, the first rank at each "tp" coordinate compiles (see [Note: positions] in groups.py).
-- In all other cases, and if a rank then fails to load the file, one warning gives the reason, and every rank compiles
-  for itself, as `model.compile` does.
+- In all other cases, or if a rank fails to load the file, one warning gives the reason, and every rank compiles for
+  itself, as `model.compile` does.
 """
 
 import functools
@@ -62,8 +62,8 @@ def compile(
     The first call of `model` loads the file, without tracing or compiling. If the file does not exist, rank 0 compiles
     and writes it, and all ranks load the result. If the file was made for another model, machine or settings, a warning
     names the differences, and every rank compiles. Every rank also compiles if the model has graph breaks, because no
-    file can hold its code. The code in a file is for calls with the same input shapes, training or evaluation mode, and
-    autocast. A later call for which the file has no code is compiled, with a warning.
+    file can hold its code. The code in a file is for the input shapes, the training or evaluation mode, and the
+    autocast of the calls that were compiled. A call for which the file has no code is compiled, with a warning.
 
     Loading a file runs code from it, so load only files that you trust.
 
@@ -82,7 +82,7 @@ def compile(
         `model`.
 
     Raises:
-        RuntimeError: `model` is not sharded; or, at a call with `require`, the file cannot be used.
+        RuntimeError: `model` is not sharded; or, with `require`, at a call for which the file cannot be used.
         ValueError: an option is unknown or wrong, or this torch cannot save compiled models.
     """
     settings = parse_options(options)
@@ -166,8 +166,8 @@ class FromFile:
         around_make: Callable[[], AbstractContextManager[None]] = nullcontext,
         shared: _Shared | None = None,
     ):
-        """See `compile`. This rank makes the file in the context `around_make()`: DeepSpeed's hides attributes that
-        cannot be pickled. All blocks of a model have the same `shared`."""
+        """See `compile`. A rank that makes the file does so in the context `around_make()`, by which DeepSpeed's
+        integration hides attributes that cannot be pickled. All blocks of a model have the same `shared`."""
         state_of(model)
         check_artifact(settings, mode)
         self.model = weakref.ref(model)
@@ -205,7 +205,7 @@ class FromFile:
         return self.compiled(model, *args, **kwargs)
 
     def serving(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Program | None, str]:
-        """Return (a program whose guards hold for a call, ""), or (None, why the program used last cannot run it).
+        """Return a program that can run the call; or None, and why the program that ran last cannot run it.
 
         Loads the program if necessary, and puts it first in `programs`.
         """
@@ -221,7 +221,7 @@ class FromFile:
         return another, reasons[0]
 
     def load_another(self, model: nn.Module, args: Any, kwargs: Any) -> Program | None:
-        """Load from the file the program for a call, without a collective; None if the file has none."""
+        """Load the file's program for a call, without a collective. Return None if no program can run the call."""
         key = inputs(args, kwargs), torch.is_grad_enabled(), model.training
         file = self.shared.file
         if file is None or key in self.missed or len(file.artifact.facts["programs"]) == 1:
@@ -299,7 +299,7 @@ class FromFile:
         """Compare the file's fingerprint with this rank's and this call's.
 
         Returns:
-            FITS; ABSENT if this run makes the file and must add this call's code; else why the file does not fit.
+            FITS; ABSENT if ranks of this run made the file and must add code for this call; else why it does not fit.
         """
         shared, state = self.shared, state_of(model)
         if not shared.surroundings:

@@ -155,7 +155,7 @@ def precompile(arguments: argparse.Namespace, earlier: Artifact | None) -> tuple
 
 
 def mark_dynamic(inputs: Any, dimension: int) -> None:
-    """Mark dimension number `dimension` of all tensors in `inputs` as dynamic. Raises BadInput if none has it."""
+    """Mark dimension number `dimension` of all tensors in `inputs` as dynamic. Raises BadInput if no tensor has it."""
     tensors = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor) and each.ndim > dimension]
     if not tensors:
         raise BadInput(f"--dynamic {dimension}: no tensor in the model's inputs has this dimension")
@@ -164,7 +164,7 @@ def mark_dynamic(inputs: Any, dimension: int) -> None:
 
 
 def _ranks_of(mesh: Mapping[str, int]) -> int:
-    """Return the number of ranks of `--mesh`: the product of its sizes without "ep", which divides the same ranks."""
+    """Return the number of ranks of `--mesh`: the product of its sizes without "ep", which groups the same ranks."""
     ranks = math.prod(size for name, size in mesh.items() if name != "ep")
     if ranks % (ep := mesh.get("ep", 1)):
         raise BadInput(f"--mesh has {ranks} ranks, which groups of ep={ep} do not divide: change ep or another size")
@@ -219,7 +219,7 @@ class _Compiled(BaseException):
 
 
 def imported(file: Path) -> ModuleType:
-    """Import the Python file `file` as a module of this name, so that other processes can import it by this name."""
+    """Import the Python file `file` as a module named like the file, by which name other processes can import it."""
     sys.path.insert(0, str(file.resolve().parent))
     module = importlib.import_module(file.stem)
     if not file.samefile(getattr(module, "__file__", None) or os.devnull):

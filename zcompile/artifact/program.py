@@ -2,8 +2,8 @@
 
 A file lacks some of Dynamo's guards: those that compare objects by identity, and those on process groups and on shards,
 whose sizes differ between ranks. The checks here replace them. When a file is loaded, functions are compared with their
-names and hashes in the file's header. At each call, functions, parameters' shards and modules' hooks are compared with
-those that existed when the file was loaded.
+names and hashes in the file's header. At each call, functions, process groups, parameters' shards and modules' hooks
+are compared with those that existed when the file was loaded.
 """
 
 import functools
@@ -66,8 +66,8 @@ def make(
 
     Args:
         settings: options that `check_artifact` of model.py accepted.
-        main_module: the name under which this process imported the training program, if that is not `__main__`.
-        earlier: an older file, whose code is kept if its graph is equal; see [Note: code that is kept].
+        main_module: the name under which this process imported the training program; "" if it runs it as `__main__`.
+        earlier: an older file. Its code for an equal graph is kept; see [Note: code that is kept].
 
     Raises:
         ArtifactError: the model has graph breaks, or a part of it cannot be saved.
@@ -140,7 +140,7 @@ def _refuse_units(model: nn.Module) -> None:
 def _known_code(
     earlier: Artifact | None, fields: Mapping[str, str], position: str, call: Mapping[str, str]
 ) -> dict[str, aot.Code]:
-    """Return {hash of a graph: compiled code}: what the file `earlier` has for `call` on ranks at `position`.
+    """Return {hash of a graph: compiled code} from the file `earlier`, for `call` on ranks at `position`.
 
     `position`: the ranks' coordinates in the meshes of tensor or expert parallelism; see `positions_of`.
 
@@ -162,7 +162,7 @@ def _code(artifact: Artifact, program: Mapping[str, Any]) -> aot.Code:
 
 
 def merge(files: Sequence[bytes]) -> bytes:
-    """Merge into one file the files that `make` returned for different calls (input shapes) or `positions_of` ranks."""
+    """Merge files that `make` returned, for different calls (input shapes) or positions of ranks, into one file."""
     artifacts = [decode(each, f"part {i}") for i, each in enumerate(files)]
     first = artifacts[0]
     programs: dict[Any, Mapping[str, Any]] = {}
@@ -176,7 +176,7 @@ def merge(files: Sequence[bytes]) -> bytes:
 
 
 def find(artifact: Artifact, position: str, call: Mapping[str, str]) -> tuple[Mapping[str, Any], list[str]]:
-    """Return the program (compiled call) of a file that fits `call` best, and the `differences` of the two.
+    """Return the program (compiled call) of a file that fits `call` best, and its `differences` from `call`.
 
     Raises ArtifactError if the file has no program for `position`, a result of `positions_of`.
     """
@@ -198,10 +198,11 @@ def first_line(error: Exception) -> str:
 
 
 def _functions(made: aot.Made, model: nn.Module) -> list[tuple[str, str]]:
-    """Return (expression, identity of its value) for the guards on the identity of objects of `model`.
+    """Return (expression, `_identity` of its value) for guards of the code of `model` that compare objects by identity.
 
     torch cannot save these guards (`Made.dropped`). A process that loads the file evaluates the expression, and
-    compares the identity. Guards whose expression cannot be evaluated here, or not to the same object, are left out.
+    compares its value's `_identity`. A guard is left out if, in this process, its expression cannot be evaluated or
+    has another object as its value.
     """
     groups = groups_of(model)
     loaded = aot.Loaded(made.program, made.objects, made.code, groups)
@@ -265,7 +266,7 @@ class Program:
         self.hooks = _Hooks(model)
 
     def _check_functions(self, model: nn.Module, groups: Groups, functions: Sequence[Sequence[Any]], name: str) -> None:
-        """Compare functions and process groups with the traced ones; keep them, because `changed` compares at calls."""
+        """Raise ArtifactError if a function or process group is not the traced one. Keep them for `changed`."""
         found = []
         for expression, identity in functions:
             try:
@@ -308,7 +309,7 @@ class _Shard:
     def changed(self) -> str:
         """Return how the shard changed since the file was loaded; "" if it did not."""
         leaf: Any = self.sharded.leaf_reference()
-        # A program may have set the parameter's `requires_grad`, and the leaf not have it yet: compare both.
+        # Compare both: if a program sets the parameter's `requires_grad`, the leaf gets it only later.
         if leaf.requires_grad is not self.trains or self.sharded.parameter.requires_grad is not self.trains:
             return f"parameter '{self.sharded.name}' was {'frozen' if self.trains else 'unfrozen'}"
         if self.sharded.leaf_reference is not self.leaf:
@@ -328,7 +329,7 @@ class _Hooks:
         self.used = [(table, len(table)) for table in tables if table]
 
     def changed(self, model: nn.Module) -> bool:
-        """Return whether hooks were added or removed since loading. Lists all hooks only if one was added since."""
+        """Return whether a hook was added or removed since loading. Lists hooks only if one was registered."""
         if any(len(table) != count for table, count in self.used):
             return True
         if self.registered != RemovableHandle.next_id:
@@ -373,7 +374,7 @@ def asks_for_rank(sources: Iterable[tuple[str, int, int, str]]) -> str:
 
 @contextmanager
 def _importable_main(name: str) -> Iterator[None]:
-    """Let pickled code import `__main__` by `name`, under which `zcompile precompile` imported the same file."""
+    """Let pickled code import `__main__` by `name`, under which `zcompile precompile` imported the script."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     is_main = bool(name) and file is not None and name == Path(file).stem and name not in sys.modules
     if is_main:

@@ -98,7 +98,7 @@ setattr(compile_graph, PLANS, True)
 
 
 def _tell_models_apart(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Renumber domains, so that no two models in a graph share one: a bucket may not hold parameters of two models."""
+    """Give models in a graph different domain numbers, because no bucket (of one domain) may mix two models."""
     numbers: dict[ShardedModel, int] = {}
     for model in _models(example_inputs):
         first = next((other for other in numbers if model in other.others), model)
@@ -128,7 +128,7 @@ def _agreeing(
     """Return the argument `agree` for `within_limit`, by which ranks choose one plan; None if they need not agree.
 
     Without a memory limit, plans do not depend on a rank's inputs. With p2p, ranks with different plans do not hang.
-    The function must not hold inputs, because it lives as long as the compiled code.
+    The returned function must not hold inputs, because it lives as long as the compiled code.
     """
     agreement = next((_agreement_of(model, settings) for model in _models(example_inputs)), None)
     if agreement is None or plan.memory_limit is None:
@@ -249,7 +249,7 @@ def _passing_for_parameters(gm: GraphModule, compiled: Callable[..., Any]) -> Ca
 
 
 def _refusing_split_backwards(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Make code without reduces, of a one-rank model, raise in a split backward (of inputs alone), as reduces do."""
+    """Wrap code of a one-rank model, which has no reduces: raise in a split backward (of inputs alone), as they do."""
 
     def run(*args: Any) -> Any:
         values = compiled(*args)
@@ -280,7 +280,7 @@ def _models(inputs: Sequence[Any]) -> list[ShardedModel]:
 
 
 def _plan(example_inputs: Sequence[Any], settings: Settings) -> Plan:
-    """Return the passes' plan for the first model whose shards are among the inputs, equal on all its ranks."""
+    """Return the plan of the first model whose shards are among the inputs. It is equal on all ranks of the model."""
     model = next(iter(_models(example_inputs)), None)
     if model is None:  # no parameter is sharded, or a test compiles a graph of its own
         link, memory_bytes = CPU.over("gloo", 2), CPU.memory_bytes
@@ -291,7 +291,7 @@ def _plan(example_inputs: Sequence[Any], settings: Settings) -> Plan:
 
 def limited(settings: Settings, plan: Plan, example_inputs: Sequence[Any]) -> Plan:
     """Return `plan` with the option `memory_limit`, for a Dynamo graph with the inputs `example_inputs`."""
-    # Some inputs are unsharded parameters of a unit: eager code gathers small layers that are compiled alone.
+    # Inputs may be unsharded parameters of a unit: eager code gathers the parameters of small layers compiled alone.
     units = {i: unit for i, each in enumerate(example_inputs) if (unit := getattr(each, UNIT, lambda: None)())}
     first = next(iter(_models(example_inputs)), None) or next((unit.state for unit in units.values()), None)
     if settings.memory_limit is None or first is None:

@@ -64,7 +64,8 @@ class CudaGraph:
                 yield
             finally:
                 self.graph.capture_end()
-        # capture_begin wrote the state of random generators on `graphs.stream`; a replay writes it on this stream.
+        # capture_begin wrote the state of random generators on `graphs.stream`. A later replay writes the state on the
+        # current stream.
         torch.cuda.current_stream().wait_stream(graphs.stream)
 
     @contextlib.contextmanager

@@ -36,7 +36,7 @@ def check_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
 
 
 def _refuse_components(gm: GraphModule, known: dict[str, Any]) -> None:
-    """Raise if a graph gathers a parameter that only eager code can gather: a tensor subclass, or in int8."""
+    """Raise if a graph gathers a parameter that only eager code can: a tensor subclass, or one gathered in int8."""
     for node in calls(gm.graph, GATHER):
         sharded = known.get(cast(Node, node.args[0]).name)
         if sharded is not None and sharded.extension is not None:

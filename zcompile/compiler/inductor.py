@@ -87,7 +87,7 @@ def compile_inductor(
         config: Inductor's settings for this graph, which override those of `mode` and of zcompile.
         mode: an Inductor mode, such as "max-autotune-no-cudagraphs".
         cuda_graphs: whether to capture forward and backward; see `zcompile.compiler.cuda_graphs`.
-        agrees: whether `partition` waits for all ranks. Then no rank takes code from a cache, which skips `partition`.
+        agrees: whether `partition` waits for all ranks. Then no cache is used, because cached code skips `partition`.
     """
     patches = {
         **(list_mode_options(mode) if mode else {}),
@@ -97,8 +97,8 @@ def compile_inductor(
         "reorder_for_peak_memory": False,  # would undo `prefetch`: it does not consider transfers
         "benchmark_harness": False,  # would write shard sizes, which differ between ranks, into the code
         "shape_padding": False,  # times kernels, so ranks would get different graphs and orders of collectives
-        # Inductor keeps the memory of dead results for later ones of their size, up to the peak that it expects. It
-        # counts shards among the memory that a graph frees, so it keeps too much for a limit.
+        # Inductor keeps memory of dead results, to reuse it for later results of the same size, up to the peak that it
+        # expects. It expects that the graph frees shards, too, so it would keep more than a memory limit allows.
         **({"allow_buffer_reuse": False} if plan.memory_limit else {}),
         **config,
         "triton.cudagraphs": False,  # Inductor's own graphs cannot capture our transfers

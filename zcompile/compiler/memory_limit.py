@@ -147,7 +147,7 @@ def _peak_bytes(plan: Plan, joint: GraphModule, limit: MemoryLimit, split: Split
     forward, backward = split(plan, trial)
     saved_bytes = Liveness(backward.graph).input_bytes(exclude=_shards(backward.graph, limit))
     live_bytes = max(_live_bytes(plan, module.graph, limit) for module in (forward, backward))
-    # Other graphs of the model are assumed to save as many bytes for each parameter that they read.
+    # Assumption: the model's other graphs save as many bytes as this one for each element of parameters that they read.
     all_bytes = round(saved_bytes / limit.share) if limit.share >= LEAST_SHARE else saved_bytes
     return round(MARGIN * (limit.state_bytes + live_bytes + all_bytes - saved_bytes))
 

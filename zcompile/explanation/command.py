@@ -52,7 +52,7 @@ def _numbers(name: str, text: str) -> list[int]:
 
 
 def _tables(name: str) -> tuple[Hardware, Hardware]:
-    """Return rates for plans (of a calibration, only those that training takes: `tables_of`) and for predictions."""
+    """Return the rates for plans and the rates for predictions. They differ for a calibration; see `tables_of`."""
     if name in TABLES:
         return TABLES[name], TABLES[name]
     try:

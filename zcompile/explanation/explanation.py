@@ -41,11 +41,11 @@ class Explanation:
     cached_graphs: tuple[PlannedGraph, ...]
     cached_bytes: int  # bytes of the parameters that stay unsharded between the microbatches of `zcompile.accumulate`
     activation_memory_budget: float = 1.0  # the option of this name: the share of activations that forwards save
-    # By dtype, elements and bytes of gathered parameters. Those that eager code gathers count only here.
+    # For each dtype of gathers, the elements and bytes of parameters, also of those that only eager code gathers.
     widths: tuple[Width, ...] = ()
     # Segments of forwards, such as half of a decoder layer, that backwards recompute to keep to `memory_limit`.
     recomputed_segments: int = 0
-    # On a mesh (host, gpu): milliseconds beyond `graphs` that a step waits for host shards and sums of gradients.
+    # On a mesh (host, gpu): milliseconds that a step waits, outside of `graphs`, for host shards and gradient sums.
     over_hosts_ms: float = 0.0
 
     @property

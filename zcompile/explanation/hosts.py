@@ -53,7 +53,7 @@ def links_over_hosts(whole: Link, inside: Link, hosts: int, microbatches: int, d
 
 
 def table_of_hosts(rows: Sequence[OnHosts]) -> str:
-    """Return `rows` as a table of text. For each number of hosts, it marks the fastest row that fits in memory."""
+    """Return `rows` as a table of text that marks, for each number of hosts, the fastest row that fits in memory."""
     best = {row.hosts: row for row in sorted(rows, key=lambda row: -row.step_ms) if row.fits}
     return table_text(
         "hosts x GPUs, mode",

@@ -30,8 +30,8 @@ CAPABILITY, WARP_THREADS = 90, 32  # of Hopper; a kernel writes the same argumen
 def attention_of_gpus(hardware: Hardware) -> Iterator[None]:
     """In the `with` block, models that are traced on fake CPU tensors get the attention ops of the GPU `hardware`.
 
-    Torch refuses the backward of flex attention on CPUs, so in the block its check of the device is off, in the whole
-    process.
+    Torch refuses the backward of flex attention on CPUs, so the block turns torch's check of the device off, for the
+    whole process.
     """
     check = flex_attention._validate_device
     flex_attention._validate_device = lambda query, key, value: None
@@ -45,8 +45,9 @@ def attention_of_gpus(hardware: Hardware) -> Iterator[None]:
 class DeviceAttention(TorchFunctionMode):
     """In this mode, `scaled_dot_product_attention` of fake tensors calls the op that a GPU would run.
 
-    It is cuDNN's op where torch prefers cuDNN, and the memory-efficient kernel's op with a mask, dropout, or values of
-    another width than queries. Otherwise torch's CPU op stays; its fused kernel has the cost of flash attention.
+    Where torch prefers cuDNN, this is cuDNN's op. Otherwise, calls with a mask, dropout, heads wider than WIDEST_FLASH,
+    or values of another width than queries get the memory-efficient kernel's op, if that kernel takes their inputs. All
+    other calls keep torch's CPU op, whose fused kernel counts as flash attention.
     """
 
     def __init__(self, hardware: Hardware):
@@ -69,7 +70,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Return `scaled_dot_product_attention(query, ...)`, of all arguments but the first, by the op that a GPU runs."""
+    """Return `scaled_dot_product_attention` of the arguments from `query` on, by the op that a GPU would run."""
     widths = query.shape[-1], value.shape[-1]
     grouped = query.dim() == 4 and query.shape[1] != key.shape[1]
     fits = query.dtype in DTYPES and query.dim() == 4 and not any(width % ALIGNED for width in widths)

@@ -44,7 +44,7 @@ class HuggingFace(nn.Module):
             self.model.gradient_checkpointing_enable()
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the mean next-token loss of `tokens`, int64 [batch, tokens + 1], without the last token."""
+        """Return the mean next-token loss of `tokens`, int64 [batch, tokens + 1], whose last token is not used."""
         tokens = tokens[:, :-1]  # as many inputs as `Llama` has; the model shifts labels, so it has one label fewer
         return self.model(input_ids=tokens, labels=tokens).loss
 
@@ -70,7 +70,7 @@ def tokens_of(batch: Any) -> int | None:
 
 
 def draw_tokens(vocabulary: int, sequences: int, tokens: int, step: int, rank: int) -> torch.Tensor:
-    """Return random int64 tokens [sequences, tokens + 1], skewed, so that a model learns in a few dozen steps."""
+    """Return random int64 tokens [sequences, tokens + 1], mostly small, so that a model learns in a few dozen steps."""
     generator = torch.Generator().manual_seed((step << 16) + rank)
     return (vocabulary * torch.rand(sequences, tokens + 1, generator=generator) ** 4).long()
 

@@ -26,7 +26,7 @@ STRAYS = {"fp32": 1e-3, "bf16": 1e-2, "autocast": 1e-2}  # a larger relative dif
 
 
 def count(job: Job) -> dict[str, Any]:
-    """Count parameters and FLOPs by `flops.count_step`; a user's module, which may crash or hang, in a new process."""
+    """Count parameters and FLOPs by `flops.count_step`; for a user's module, which may crash, in a new process."""
     if job.module:
         function_of(job.module)
         return _counted_apart(job)
@@ -83,7 +83,7 @@ def _refuse_if_too_large(parameters: int, job: Job) -> None:
 
 
 def compare(job: Job, counted: Mapping[str, Any], engines: list[str], repeats: int, output: Path) -> dict[str, Any]:
-    """Train with each of `engines`, then with each again, `repeats` times, so that changes of the machine's speed show.
+    """Train with all `engines` in turn, `repeats` times, so that changes of the machine's speed show.
 
     Args:
         job: the model and the options of its training; `engine` and folders are set here for each run.
@@ -159,9 +159,9 @@ def mark_strays(engines: Mapping[str, dict[str, Any]], tolerance: float) -> None
     """Mark engines whose losses differ from the other engines' by more than `tolerance`, a relative difference.
 
     Adds two entries to each result: `loss_difference`, the largest relative difference at one step between the engine's
-    loss and the median loss of all kinds of engines, and `strays`, whether this difference is above the tolerance. A
-    kind is an engine's name without options, and has the losses of its first engine. With two kinds, each is compared
-    with the other, so a difference marks both. "limit" is left out, because it does not train.
+    loss and the median loss of all kinds of engines, and `strays`, whether this difference is above the tolerance.
+    Engines whose names differ only in options are one kind, which counts with the losses of its first engine. With two
+    kinds, each is compared with the other, so a difference marks both. "limit" is left out, because it does not train.
     """
     curves = {name: result["losses"] for name, result in engines.items() if "losses" in result and name != "limit"}
     kinds: dict[str, list[float]] = {}

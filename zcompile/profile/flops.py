@@ -75,7 +75,7 @@ def grouped_product_flops(left: torch.Size, right: torch.Size, *_: Any, **__: An
 
 
 def _unless_recomputed(formula: Callable[..., int]) -> Callable[..., int]:
-    """Let `formula` count 0 where gradients are enabled: in a backward, only in recomputations of checkpointing."""
+    """Return `formula`, but 0 while grad mode is on. In a backward, only checkpointing's recomputation turns it on."""
 
     @functools.wraps(formula)
     def counted(*args: Any, **kwargs: Any) -> int:

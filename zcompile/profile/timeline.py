@@ -50,9 +50,10 @@ def parts_of_step(trace: dict[str, Any], count: int) -> Parts:
     """Return the parts of a step: means over the `count` traced steps, which follow each other without a gap.
 
     On a GPU, the steps last from the first GPU event in the trace to the last. Compute is all events on the busiest
-    stream except NCCL's and zcompile's kernels. Communication is these kernels, and all events on other streams: copies
-    between devices or with the host, packing, casts and sums. In a CUDA graph, the driver chooses the streams. So
-    compute in a graph is all kernels except NCCL's, zcompile's, and the driver's copy kernels.
+    stream except NCCL's kernels and zcompile's (other than AdamW). Communication is these kernels, and all events on
+    other streams: copies between devices or with the host, packing, casts and sums. In a CUDA graph, the driver chooses
+    the streams. So compute in a graph is all events except copies, the driver's copy kernels, and NCCL's and zcompile's
+    kernels (other than AdamW).
 
     On a CPU, communication is gloo's collectives on its threads, and waits within collective ops. Gloo's send and recv
     events are left out, because they last until the wait. Compute is aten's ops and compiled graphs without the waits.

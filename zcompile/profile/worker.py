@@ -150,7 +150,7 @@ class Run:
         return max(of_ranks, key=statistics.median)
 
     def host_ms(self) -> float:
-        """Return the time in which the host launches a step, ms: the median of steps that all ranks begin together."""
+        """Return how long the host takes to launch a step, ms: the median of steps that all ranks begin together."""
         issued_ms: list[float] = []
         for _ in range(HOST_STEPS):
             batches = self.batches()
@@ -170,7 +170,7 @@ class Run:
     def parts(self, timed_ms: float) -> Parts:
         """Return the parts of a step, such as compute, from the fastest of a few traces.
 
-        On GPUs, steps are traced up to MOST_TRACES times, until rank 0's take about `timed_ms`, the untraced time.
+        On GPUs, steps are traced up to MOST_TRACES times, until rank 0's are about as fast as untraced (`timed_ms`).
         """
         traces: list[Parts] = []
         again = [True]
@@ -220,7 +220,7 @@ class Run:
             measured["missing"].append(f"count of bytes on the wire ({type(error).__name__}: {error})")
 
     def planned(self) -> PlannedStep | None:
-        """Return the step that zcompile predicts, None for other engines. All ranks call this and trace the model."""
+        """Return the predicted step; None without `job.trace`, with offload, or for other engines. Collective."""
         explained = self.engine.explain(self.batches()[0]) if self.job.trace else None
         return step_of(explained, self.job.accumulation) if explained else None
 

@@ -98,6 +98,6 @@ class Zcompile(Eager):
 
 
 def counted_bytes(model: nn.Module) -> int:
-    """Return the size of the parameters and gradients that this rank gathered and reduced so far, bytes."""
+    """Return the bytes of all parameters and gradients that this rank has gathered and reduced so far."""
     counts = zcompile.stats(model)
     return sum(counts["gathered_bytes"].values()) + sum(counts["reduced_bytes"].values())

@@ -62,7 +62,7 @@ def _wrap(module: ModuleType) -> None:
 
     @functools.wraps(initialize)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        """`DeepSpeedEngine.__init__`. If its config enables zcompile, zcompile then gathers and reduces for it."""
+        """`DeepSpeedEngine.__init__`. Then, if the config enables zcompile, zcompile takes over gathers and reduces."""
         given = signature.bind(self, *args, **kwargs).arguments
         config = getattr(given.get("config_class"), "_param_dict", None) or {}
         zero = config.get("zero_optimization")  # a bool in old configs
@@ -82,7 +82,7 @@ def _wrap(module: ModuleType) -> None:
 
 
 def _accept_block(zero_config: Any) -> None:
-    """Let DeepSpeed ignore "zcompile" in "zero_optimization" and, if it is enabled, "zero_quantized_weights"."""
+    """Let DeepSpeed ignore "zcompile" in "zero_optimization"; if zcompile is enabled, "zero_quantized_weights" too."""
     initialize = zero_config.__init__
 
     @functools.wraps(initialize)

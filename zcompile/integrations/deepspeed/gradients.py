@@ -17,7 +17,7 @@ class Gradients(dict[int, torch.Tensor]):
     """A dict from `ds_id` (DeepSpeed's number of a parameter) to the gradient of this rank's partition, with padding.
 
     It replaces DeepSpeed's dict of views of one flat buffer, and frees this buffer: each gradient stays in the tensor
-    that its reduce wrote. A look-up of a missing gradient adds zeros.
+    that its reduce wrote. Looking up a missing gradient makes and stores zeros.
     """
 
     PLACE = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"  # DeepSpeed's attribute for gradients

@@ -79,7 +79,8 @@ class Hooks:
         engine = self.engine
         inputs, kwargs = engine._forward_prologue(inputs, kwargs) or (inputs, kwargs)
         for module in engine.module.modules():
-            # The prologue sets this flag, under which ZeRO's parameter dictionaries gather what Dynamo reads.
+            # The prologue sets this flag. If it stayed, ZeRO-3's `_parameters` would gather each parameter when Dynamo
+            # reads it.
             module._parameters._in_forward = False
         try:
             with _torch_linear():
@@ -90,7 +91,7 @@ class Hooks:
 
 @contextlib.contextmanager
 def _torch_linear() -> Iterator[None]:
-    """Context manager with torch's `functional.linear`, which ZeRO-3 replaces by one that needs its hooks."""
+    """Context manager with torch's own `functional.linear`, because ZeRO-3's replacement needs ZeRO-3's hooks."""
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as patch
 
     functional: Any = nn.functional

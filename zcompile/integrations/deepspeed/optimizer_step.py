@@ -130,12 +130,13 @@ class LeanStep:
         """Store the reduced `grad`, [elements of the partition with padding], or add it to earlier ones of the step."""
         optimizer, gradients, ds_id = self.optimizer, self.gradients, parameter.ds_id
         grad = grad.to(optimizer.gradient_accumulation_dtype)
-        # With `loss.backward()`, a gradient that only other ranks computed comes after DeepSpeed's epilogue has listed
-        # the tensors of `gradients`. So its value is written to the listed tensor.
+        # A gradient that only other ranks computed arrives last. With `loss.backward()`, DeepSpeed's epilogue has then
+        # already listed the tensors of `gradients`. So the gradient is copied into the listed tensor.
         is_late = getattr(optimizer, "_epilogue_ran_this_backward", False)
         if optimizer.micro_step_id == 0 and not is_late:
             optimizer.averaged_gradients = {}  # drops gradients of a step that was skipped
-        # A backward gives a parameter two gradients if this rank used it in one call, and only other ranks in another.
+        # If this rank uses a parameter in one call of its module, and only other ranks use it in another call, the same
+        # backward gives two gradients.
         backward = torch._C._current_graph_task_id()
         same_backward = self.last_backward.get(ds_id, -1) == backward != -1
         self.last_backward[ds_id] = backward
@@ -209,7 +210,7 @@ class LeanStep:
         return list(norms)
 
     def prepare_fp32_grad_for_sub_group(self, sub_group: int) -> None:
-        """Put a sub-group's gradients in `pending` for `optimizer_step`. DeepSpeed flattens them if `cut` gave None."""
+        """Put a sub-group's gradients in `pending`, or let DeepSpeed flatten them if `cut` gave None."""
         optimizer = self.optimizer
         try:
             self.current = self.sub_groups.pop(sub_group) if sub_group in self.sub_groups else self.cut(sub_group)
@@ -260,7 +261,7 @@ class LeanStep:
     # --- Replacements of methods that users call between steps ---
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Call DeepSpeed's method, and empty `gradients`. A step calls it, too, but reads `averaged_gradients`."""
+        """Call DeepSpeed's method, and empty `gradients`. A step also calls this, but reads `averaged_gradients`."""
         self.originals["zero_grad"](*args, **kwargs)
         if self.cached_gradients is not None:
             self.cached_gradients.clear()

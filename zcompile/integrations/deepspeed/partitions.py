@@ -103,7 +103,7 @@ def partition_grads(optimizer: Any, parameter: ZeroParameter, grad: torch.Tensor
 def _without_padding(parameter: ZeroParameter, rank: int) -> torch.Tensor:
     """Return the partition of `rank` as a tensor over DeepSpeed's memory, [elements without padding].
 
-    Its storage is its own: the runtime identifies parameters by storage, and DeepSpeed's partitions share one.
+    The tensor has a storage of its own: the runtime finds parameters by storage, and DeepSpeed's partitions share one.
     """
     partition, numel = parameter.ds_tensor, parameter.ds_numel
     length = min((rank + 1) * partition.ds_numel, numel) - min(rank * partition.ds_numel, numel)

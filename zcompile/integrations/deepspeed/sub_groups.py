@@ -1,6 +1,6 @@
 """One sub-group of a stage-3 optimizer: DeepSpeed's flat fp32 tensor, updated one parameter at a time.
 
-An elementwise optimizer, such as Adam, computes the same if it updates a view of that tensor for each parameter, with
+An elementwise optimizer, such as Adam, gets the same result if it updates each parameter's view of the flat tensor with
 the parameter's own gradient. So gradients need not be concatenated.
 """
 
@@ -15,7 +15,7 @@ class SubGroup:
     """DeepSpeed's flat main parameter and its optimizer state, with views of both for each parameter's partition."""
 
     def __init__(self, flat: nn.Parameter, state: dict[str, Any], lengths: list[int]):
-        """`flat` is the main parameter, [sum of `lengths`]. `lengths`: elements in the partition of each parameter."""
+        """`flat`: the main parameter, 1-D, of sum(`lengths`) elements. `lengths`: elements of each partition."""
         self.flat = flat
         self.state = state
         self.numbers = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}

@@ -59,8 +59,8 @@ REFUSED = "rank {} cannot train its partitions through zcompile"
 class Takeover:
     """Lets a ZeRO-3 engine train through zcompile, from its first forward or `compile()` until `give_back()`.
 
-    Before, `state` is None and `given_back` is empty. `state` is set while the engine is taken over. Afterwards,
-    `given_back` is the reason, and the engine is never taken over again.
+    Before the takeover, `state` is None and `given_back` is empty. `state` is set while the engine is taken over. After
+    `give_back()`, `given_back` is the reason, and the engine is never taken over again.
     """
 
     REPLACED = ("compile", "forward", "step", "destroy")  # methods of the engine that this class replaces
@@ -134,7 +134,8 @@ class Takeover:
         if not microbatch_cache_bytes or engine.gradient_accumulation_steps() == 1:
             return
         first = engine.micro_steps % engine.gradient_accumulation_steps() == 0
-        # If the program marks the last microbatch, it may call `step` only then, and `micro_steps` counts these calls.
+        # A program that marks the last microbatch itself may call `step` only then. As `micro_steps` counts calls of
+        # `step`, it does not show which microbatch is the first.
         marks_last = getattr(engine, "_is_gradient_accumulation_boundary", None) is not None
         if first and state.microbatches.accumulates and not marks_last:
             end_accumulating(state)
@@ -224,7 +225,7 @@ class Takeover:
         order_blocks(state, blocks)
 
     def add(self, state: ShardedModel, name: str, module: nn.Module, attribute: str, parameter: ZeroParameter) -> None:
-        """Add `parameter`, the ZeRO-3 parameter `module.attribute`, to `state`. If this fails, DeepSpeed trains."""
+        """Add `parameter`, the ZeRO-3 parameter `module.attribute`, to `state`. After an error, DeepSpeed trains."""
         known = self.partitions.get(parameter.ds_id)
         if known is not None:  # tied
             known.add_owner(module, attribute, known.leaf)

@@ -168,7 +168,7 @@ class Accelerator(accelerate.Accelerator):
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Context manager around each microbatch but the last: keeps parameters unsharded until the last one ends.
 
-        accelerate's `accumulate` calls it. Each microbatch reduces gradients, so a rank holds only shards of these.
+        accelerate's `accumulate` calls it. Each microbatch still reduces gradients, so a rank holds only their shards.
         """
         if is_sharded(model):
             state = state_of(model)
@@ -234,7 +234,7 @@ class Accelerator(accelerate.Accelerator):
 
 
 def _places_in(optimizers: Iterable[Optimizer], names: dict[int, str]) -> list[tuple[list[torch.Tensor], int, str]]:
-    """Return each place of a parameter in `names` (id -> name) in optimizers: (list, index in the list, name)."""
+    """Return each place in `optimizers` of a parameter in `names` (id -> name): (list, index in the list, name)."""
     places = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -59,7 +59,7 @@ def settings_of(plugin: FullyShardedDataParallelPlugin, mixed_precision: str) ->
 
 
 class CompilePlugin(TorchDynamoPlugin):
-    """accelerate's plugin for `torch.compile`, with the backend "zcompile", which accelerate's own does not accept.
+    """accelerate's plugin for `torch.compile`, with the backend "zcompile", which accelerate's own plugin refuses.
 
     Args:
         backend: "zcompile", "no", or None for the environment variable ACCELERATE_DYNAMO_BACKEND.

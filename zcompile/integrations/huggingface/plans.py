@@ -104,7 +104,7 @@ def _placements(
     partial: set[str],
     local: set[str],
 ) -> Any:
-    """Return the `shard_placement_fn`. It shards `partial` over "tp", too, so reduces sum the "tp" ranks' gradients."""
+    """Return the `shard_placement_fn`. It shards parameters in `partial` over "tp", too: reduces then sum over "tp"."""
     every = meshes.get_mesh(("fsdp", "tp"))._flatten("fsdp_tp") if partial else None
     if every is not None and config.dp_replicate_size != 1:
         every = meshes.get_mesh(("dp_replicate", "fsdp_tp"))

@@ -22,9 +22,9 @@ class TrainerMixin(_Base):
 
     The model is sharded when training or evaluation begins, unless the program has sharded it by `zcompile.shard`.
     `TrainingArguments(torch_compile=True, torch_compile_backend="zcompile")` compiles it. With `fsdp`, zcompile's
-    `Accelerator` gets `fsdp_config` as its `fsdp_plugin`: `cpu_offload` keeps the states of AdamW with
-    `optim="adamw_torch_fused"` in host memory. Checkpoints hold one shard per rank, which any number of ranks can load,
-    and the unsharded model in Hugging Face's format, which rank 0 writes.
+    `Accelerator` gets `fsdp_config` as its `fsdp_plugin`. With `optim="adamw_torch_fused"`, `cpu_offload` keeps
+    AdamW's states in host memory. Checkpoints hold one shard per rank, which any number of ranks can load, and the
+    unsharded model in Hugging Face's format, which rank 0 writes.
 
     Raises:
         ValueError: `fsdp_config` is for FSDP1 or XLA, or has a setting that zcompile lacks; or arguments ask for
