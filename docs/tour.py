@@ -33,7 +33,7 @@ def count(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def gather_start(shard: torch.Tensor, shape: list[int]):
-    """Start an all-gather of the ranks' pieces, which padding makes equal, so that every shape is one collective."""
+    """Start an all-gather of the ranks' pieces. Padding makes them equally long, so one collective fits any shape."""
     started["gathers"] += 1
     buffer = count(shard.new_empty(dist.get_world_size() * shard.numel()))
     work = dist.all_gather(list(buffer.split(shard.numel())), shard.detach(), async_op=True)
@@ -139,7 +139,7 @@ def joint_pass(graph: Graph) -> None:
 
 
 def free(graph: Graph, most_between: int = 8) -> None:
-    """Gather directly before a reader, and again before a distant reader, so that no memory is held in between.
+    """Gather a parameter directly before its first reader, and again before a reader much later, to hold less memory.
 
     In zcompile, the passes sink_gathers and regather do this. regather goes by a budget in bytes.
     """
@@ -162,7 +162,8 @@ def free(graph: Graph, most_between: int = 8) -> None:
 def prefetch(graph: Graph) -> None:
     """Split each collective into start and wait, and move them apart, so that the wire works while the CPU computes.
 
-    Here a gather starts one gather ahead. zcompile starts it as late as its predicted time allows, within a budget.
+    Here a gather starts before the wait of the previous gather. In zcompile, it starts as late as its predicted time
+    allows, within a budget of bytes.
     """
     previous = None
     for gathered in calls(graph, GATHER):
