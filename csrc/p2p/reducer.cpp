@@ -20,10 +20,11 @@ namespace {
 // A piece is added up only when a matmul ends and frees SMs, so fewer and larger pieces end sooner.
 constexpr int64_t max_region_bytes = 96 << 20;
 
-// Returns the bytes of a slot. They are at most `most`: with slots of this size, a region has max_region_bytes. The
-// result is the size of the largest slice of a gradient that fits into `most`. Each slice counts twice: in the main
-// parameter's dtype, and in a dtype half as wide. But if some slices do not fit, and the largest that fits is less than
-// half of `most`, the result is `most`, so that the slices that do not fit have fewer pieces.
+// A region of the staging buffers has one slot for each peer, into which the peer copies a piece of a gradient's slice.
+// Returns the bytes of a slot: at most `most`, for which a region takes max_region_bytes. If all slices fit, the result
+// is the size of the largest. Each slice counts twice: in the main parameter's dtype, and in a dtype half as wide. If
+// some slices do not fit, the result is the largest that fits or, if this is less than half of `most`, `most` itself,
+// so that the larger slices have fewer pieces.
 int64_t bytes_of_slot(TransportContext& context) {
   const auto most =
       std::max(max_region_bytes / (context.world() - 1) / copy_alignment * copy_alignment, copy_alignment);

@@ -91,7 +91,7 @@ def build():
         (["--ranks", "0"], "must be at least 1"),
         (["--steps", "many"], "invalid"),
         (["--untraced", "--trace"], "--untraced leaves nothing"),
-        (["--model", "7b", "--ranks", "1"], "take more ranks or a smaller model"),
+        (["--model", "7b", "--ranks", "1"], "GiB: take a smaller model"),
         (["--module", f"{__file__}:build", "--checkpointing"], "--checkpointing cannot be used"),
         (["--module", f"{__file__}:build", "--batch", "4"], "--batch and --tokens cannot be used"),
         (["--module", "Makefile:build"], "takes a Python file (.py), not Makefile"),

@@ -216,7 +216,7 @@ class UnitOrder:
         """Whether this rank skips `unit`, and `make_up` has gathered it. Then `make_up` gathers it in backward, too."""
         return self.in_root and self.forward.find((GATHER, unit.index), self.forward.at) is None
 
-    # --- lists -------------------------------------------------------------------------------------------------------
+    # --- lists of collectives ----------------------------------------------------------------------------------------
 
     def is_whole(self, events: EventList) -> bool:
         """Whether the whole model's forward or backward runs. Only then must collectives follow the list `events`."""

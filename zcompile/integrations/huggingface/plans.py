@@ -30,7 +30,7 @@ def distribute(model: PreTrainedModel, distributed_config: DistributedConfig, **
 
     Args:
         model: a model of transformers, on one device.
-        distributed_config: sizes and plans. The product of the sizes must be the number of ranks.
+        distributed_config: sizes and plans. `dp_replicate_size * fsdp_size * tp_size` must be the number of ranks.
         options: options of `zcompile.shard` other than `mesh`, `shard_placement_fn` and `gradient_divide_factor`.
 
     Returns:
