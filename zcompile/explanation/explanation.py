@@ -57,7 +57,8 @@ class Explanation:
     def microbatches_ms(self) -> tuple[float, float]:
         """Milliseconds of the first microbatch inside of `zcompile.accumulate`, and of each later microbatch."""
         if not self.cached_graphs:
-            return (every_ms := sum(graph.total_ms for graph in self.graphs)), every_ms
+            every_ms = sum(graph.total_ms for graph in self.graphs)
+            return every_ms, every_ms
         later_ms = sum(graph.total_ms for graph in self.cached_graphs)
         forwards = [pair for pair in zip(self.graphs, self.cached_graphs, strict=True) if pair[0].kind == "forward"]
         return later_ms + sum(alone.total_ms - cached.total_ms for alone, cached in forwards), later_ms

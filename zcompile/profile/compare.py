@@ -69,16 +69,16 @@ def _refuse_if_too_large(parameters: int, job: Job) -> None:
     need = 4 * parameters + 12 * parameters // job.ranks  # each rank makes the unsharded model first
     if job.device == "cuda":
         have = torch.cuda.get_device_properties(0).total_memory
-        where, remedy = "the GPU", "more ranks or "
+        has, remedy = "the GPU has", "more ranks or "
     else:
         import psutil
 
         have = psutil.virtual_memory().available // job.ranks
-        where, remedy = "its share of this machine's free memory", "fewer ranks or " * (job.ranks > 1)
+        has, remedy = "its share of this machine's free memory is", "fewer ranks or " * (job.ranks > 1)
     if need > have:
         raise TooLarge(
             f"a rank needs {need / 2**30:.1f} GiB for {parameters / 1e9:.1f} B unsharded weights and its shards of "
-            f"gradients and Adam states; {where} has {have / 2**30:.1f} GiB: take {remedy}a smaller model"
+            f"gradients and Adam states; {has} {have / 2**30:.1f} GiB: take {remedy}a smaller model"
         )
 
 
