@@ -21,10 +21,10 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig
 from zcompile.costs.hardware import H200
 from zcompile.explanation.command import install_trace_readers
 from zcompile.explanation.predict import predict_step
-from zcompile.explanation.trace import Traced, copied, trace
+from zcompile.explanation.trace import Traced, trace
 from zcompile.explanation.without_gpu import attention_of_gpus
 from zcompile.explanation.workloads import WithLoss, Workload
-from zcompile.graph.ops import REDUCES, calls, value
+from zcompile.graph.ops import REDUCES, calls, copied, value
 from zcompile.options import Plan, Settings
 from zcompile.passes import pipeline
 

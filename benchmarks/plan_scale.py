@@ -13,8 +13,9 @@ from torch.fx import Graph
 from zcompile.costs.hardware import H200
 from zcompile.explanation.command import install_trace_readers
 from zcompile.explanation.llama import Llama, Size
-from zcompile.explanation.trace import Traced, copied, trace
+from zcompile.explanation.trace import Traced, trace
 from zcompile.explanation.workloads import Workload, draw_tokens
+from zcompile.graph.ops import copied
 from zcompile.options import Plan, Settings
 from zcompile.passes import pipeline
 

@@ -25,7 +25,6 @@ from zcompile.explanation.llama import Llama
 
 BUDGETS = (1.0, 0.7, 0.4, 0.1)
 WIDTH = 64
-ACTIVATION_BYTES = 32 * WIDTH * 4  # of what a block returns
 
 
 class Block(nn.Module):
@@ -126,7 +125,7 @@ def test_a_budget_saves_what_torch_alone_saves_under_it(rank, world, blocks, by_
         torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-8)
         ours.append(mine)
         theirs.append(other)
-    more = ACTIVATION_BYTES if blocks < 12 else 0  # is more than a tenth
+    more = 32 * WIDTH * 4 if blocks < 12 else 0  # the bytes that a block returns: more than a tenth
     assert 0.5 * theirs[0] < ours[0] <= theirs[0]  # rematerialized as ever
     for mine, other in zip(ours[1:], theirs[1:]):
         assert mine == pytest.approx(other, rel=0.1, abs=more), (ours, theirs)
@@ -260,7 +259,7 @@ def test_the_planned_peak_is_that_of_a_step_under_inductor(rank, world, again, m
     uncached = torch._functorch.config.patch(enable_autograd_cache=False)  # so that the backend plans
     with uncached, mock.patch.object(memory_limit, "_peak_bytes", only_again):
         peak, _ = peak_under("1GiB", "inductor", rank, make=make, param_dtype=dtype)
-    peak += ROWS * WIDTH * 4  # the input
+    peak += 0 if dtype else ROWS * WIDTH * 4  # the input, of which forward saves a copy in bf16 for backward
     assert peak < planned[again] < 1.08 * peak, (peak, planned)
 
 
@@ -317,13 +316,14 @@ def test_state_is_neither_advanced_nor_read_again_in_backward(rank, world):
     torch.testing.assert_close(grads[0], expected)
 
 
-@pytest.mark.slow
-def test_explain_predicts_the_peak_that_the_backend_plans_for_inductor(rank, world):
-    options = {"memory_limit": "1MiB"}
-    model, tokens = Llama(replace(SIZE, vocabulary=4000)), torch.zeros(8, 25, dtype=torch.int64)
-    compiled(model, inner="inductor", options=options)
-    planned = least_limit(lambda: model(tokens))
-    assert least_limit(lambda: zcompile.explain(model, tokens, options=options)) == pytest.approx(planned, rel=0.03)
+@pytest.mark.parametrize("make", [Mixture, slow_case(functools.partial(Blocks, COUNT, dropout=0.5))])
+def test_explain_plans_the_graphs_that_inductor_compiles(rank, world, make):
+    x, planned, options, peak_of = normal(0, rank, ROWS, WIDTH), [], {"memory_limit": "1MiB"}, memory_limit._peak_bytes
+    model = compiled(make(), inner="inductor", param_dtype=torch.bfloat16, options=options)
+    with mock.patch.object(memory_limit, "_peak_bytes", lambda *args: planned.append(peak_of(*args)) or planned[-1]):
+        for call in (model, functools.partial(zcompile.explain, model, options=options)):
+            least_limit(functools.partial(call, x))
+    assert len(planned) == 4 and planned[2:] == pytest.approx(planned[:2], rel=0.001)
 
 
 def test_ranks_with_different_sizes_agree_on_what_is_computed_again(rank, world):

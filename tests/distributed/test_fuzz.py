@@ -21,7 +21,7 @@ from tests.support.ranks import slow, slow_case
 from tests.support.reference import finish_step
 from zcompile.compiler.backend import compile_aot_eager
 from zcompile.costs.hardware import CPU, H200
-from zcompile.explanation.trace import copied
+from zcompile.graph.ops import copied
 from zcompile.graph.param_lifetimes import ParamLifetimes
 from zcompile.options import Settings
 from zcompile.passes import pipeline

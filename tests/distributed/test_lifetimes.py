@@ -90,7 +90,7 @@ def rank_late_step(rank, world, sabotage=None, gather_budget_bytes=MATRIX_BYTES,
             sabotage(graph)
         planned.append(fx_order(graph))
 
-    inductor = {"force_disable_caches": True, "post_grad_custom_post_pass": schedule}
+    inductor = {"force_disable_caches": True, "allow_buffer_reuse": True, "post_grad_custom_post_pass": schedule}
     model.compile(backend="zcompile", options={"inductor": inductor}, fullgraph=True)
 
     def step():

@@ -6,8 +6,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zcompile.costs.hardware import H200
 from zcompile.explanation.command import install_trace_readers
 from zcompile.explanation.llama import Llama, Size
-from zcompile.explanation.trace import copied, trace
+from zcompile.explanation.trace import trace
 from zcompile.explanation.workloads import load
+from zcompile.graph.ops import copied
 from zcompile.options import Settings
 from zcompile.passes import pipeline
 
@@ -20,9 +21,8 @@ def trace_decoder(size=SIZE):
     """Forward and backward of a decoder, a small one by default, not yet scheduled."""
     torch._dynamo.reset()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = Llama(size)
         workload = load("tiny", None, 2, 24, False)
-        workload.model = model
+        workload.model = model = Llama(size)
         names = install_trace_readers(workload, torch.bfloat16)
         tokens = torch.zeros(size.sequences, size.tokens + 1, dtype=torch.int64)
         return trace(lambda: model(tokens), Settings().plan(LINK, FREE_BYTES), lambda leaf: names.get(id(leaf)))

@@ -17,7 +17,7 @@ from tests.support.decoder import FREE_BYTES, LINK, SIZE, planned
 from zcompile.costs.hardware import H200
 from zcompile.costs.model import Costs
 from zcompile.explanation.command import install_trace_readers
-from zcompile.explanation.trace import copied, trace
+from zcompile.explanation.trace import trace
 from zcompile.explanation.workloads import Workload
 from zcompile.graph import ops
 from zcompile.graph.liveness import IS_DONATED, Liveness
@@ -313,7 +313,7 @@ def test_weight_gradients_come_second(traced):
 
 def test_weight_gradients_do_not_pass_a_write(traced):
     """What the first product to move reads is written to directly after it. The product must have read that before."""
-    graph, moved = copied(traced[1].graph)[0], copied(traced[1].graph)[0]
+    graph, moved = ops.copied(traced[1].graph)[0], ops.copied(traced[1].graph)[0]
     free(moved)
     before, after = ([node.name for node in ops.calls(each, ops.aten.mm.default)] for each in (graph, moved))
     name = next(old for old, new in zip(before, after, strict=True) if old != new)

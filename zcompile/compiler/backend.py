@@ -179,36 +179,47 @@ def compile_aot_eager(
     plan: Plan,
     look: Callable[[Graph, Plan], None] = lambda graph, plan: None,
     agree: Agree | None = None,
-    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+    simplify: bool = False,
 ) -> Callable[..., Any]:
     """Run the passes of `plan` on one Dynamo graph, and return a callable that runs it op by op, without Inductor.
 
-    `look` is called with each forward or backward graph and its plan, before the schedule passes run on the graph.
+    Args:
+        look: called with each forward or backward graph and its plan, before the schedule passes run on the graph.
+        agree: see `compile_planned`.
+        simplify: whether Inductor decomposes ops and simplifies graphs first, as before it compiles them.
     """
     joint_passes, schedule_passes = pipeline.joint_passes(plan), pipeline.schedule_passes(plan)
     chosen = plan
 
-    def split(joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    def split(
+        plan: Plan, joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
         nonlocal chosen
-        pipeline.run_passes(joint.graph, joint_passes)
         chosen = within_limit(plan, joint, lambda plan, joint: _split(plan, joint, joint_inputs, **kwargs), agree)
         return _split(chosen, joint, joint_inputs, **kwargs)
 
-    def schedule(graph_module: GraphModule, _: Sequence[Any], joint: bool) -> Callable[..., Any]:
-        if joint:
-            pipeline.run_passes(graph_module.graph, joint_passes)
+    def schedule(graph_module: GraphModule, *_: Any, **__: Any) -> Callable[..., Any]:
         look(graph_module.graph, chosen)
         pipeline.run_passes(graph_module.graph, schedule_passes)
         graph_module.graph.set_codegen(_BoxedCodeGen())  # else all inputs, such as activations, live until the end
         graph_module.recompile()
         return graph_module
 
+    def split_joint(joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        pipeline.run_passes(joint.graph, joint_passes)
+        return split(plan, joint, joint_inputs, **kwargs)
+
+    def schedule_joint(graph_module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        pipeline.run_passes(graph_module.graph, joint_passes)
+        return schedule(graph_module)
+
+    if simplify:
+        return compile_inductor(gm, example_inputs, plan, split, {}, None, inner=schedule)
     compile_aot = aot_autograd(
-        fw_compiler=functools.partial(schedule, joint=False),
-        bw_compiler=functools.partial(schedule, joint=False),
-        inference_compiler=functools.partial(schedule, joint=True),
-        decompositions=decompositions,
-        partition_fn=split,
+        fw_compiler=schedule,
+        bw_compiler=schedule,
+        inference_compiler=schedule_joint,
+        partition_fn=split_joint,
         keep_inference_input_mutations=True,
     )
     return compile_aot(gm, example_inputs)

@@ -14,7 +14,6 @@ from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
-from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.utils import get_first_incompatible_cudagraph_node
 from torch._inductor.virtualized import V
@@ -65,11 +64,6 @@ def wants_cuda_graphs(config: Mapping[str, Any], mode: str | None) -> bool:
     return bool(settings.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
 
 
-def decompositions(plan: Plan) -> Mapping[Any, Callable[..., Any]] | None:
-    """Return Inductor's decompositions if it compiles graphs under `plan`; else None."""
-    return select_decomp_table() if plan.fused else None
-
-
 def compile_inductor(
     gm: GraphModule,
     example_inputs: Sequence[Any],
@@ -79,6 +73,7 @@ def compile_inductor(
     mode: str | None,
     cuda_graphs: bool = False,
     agrees: bool = False,
+    inner: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Run the passes that `plan` configures on one Dynamo graph, and compile it with Inductor.
 
@@ -88,6 +83,7 @@ def compile_inductor(
         mode: an Inductor mode, such as "max-autotune-no-cudagraphs".
         cuda_graphs: whether to capture forward and backward; see `zcompile.compiler.cuda_graphs`.
         agrees: whether `partition` waits for all ranks. Then no cache is used, because cached code skips `partition`.
+        inner: compiles a forward or backward graph in place of Inductor, with the arguments of its `compile_fx_inner`.
     """
     patches = {
         **(list_mode_options(mode) if mode else {}),
@@ -103,11 +99,11 @@ def compile_inductor(
         **config,
         "triton.cudagraphs": False,  # Inductor's own graphs cannot capture our transfers
     }
-    inner: dict[str, Any] = {"inner_compile": _captures(Pair())} if cuda_graphs else {}
-    # Code from torch's caches skips `inner_compile` and `partition`.
+    inner = _captures(Pair()) if cuda_graphs else inner
+    # Code from torch's caches skips `inner` and `partition`.
     no_cache = torch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False)
-    with no_cache if cuda_graphs or agrees else contextlib.nullcontext():
-        compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches, **inner)
+    with no_cache if inner or agrees else contextlib.nullcontext():
+        compiled: Any = compile_fx(gm, list(example_inputs), inner or compile_fx_inner, patches)
     return compiled
 
 

@@ -13,7 +13,6 @@ different sizes agree: each lists as many segments as the rank with the fewest, 
 least among their choices. So they gather in the same order, unless sizes change the places of cuts.
 """
 
-import copy
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,6 +33,7 @@ from zcompile.graph.ops import (
     SAVED_FOR_BACKWARD,
     args_of,
     calls,
+    copied,
     dynamo_inputs,
     result_bytes,
     shards_of,
@@ -142,7 +142,7 @@ def _size(nbytes: int) -> str:
 
 def _peak_bytes(plan: Plan, joint: GraphModule, limit: MemoryLimit, split: Split) -> int:
     """Return the predicted peak bytes of a rank in a step under `plan`, times MARGIN. Does not change `joint`."""
-    trial = GraphModule(joint, copy.deepcopy(joint.graph))
+    trial = GraphModule(joint, copied(joint.graph)[0])
     _tag(plan, trial.graph)
     forward, backward = split(plan, trial)
     saved_bytes = Liveness(backward.graph).input_bytes(exclude=_shards(backward.graph, limit))

@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zcompile.calibration.results import Calibration, tables_of
 from zcompile.compiler.backend import parse_options
-from zcompile.compiler.inductor import decompositions
 from zcompile.compiler.memory_limit import OutOfLimit
 from zcompile.costs.hardware import CPU, TABLES, Hardware, Link, NarrowGathers, network_of
 from zcompile.costs.memory import state_bytes
@@ -144,7 +143,7 @@ def _traced(arguments: argparse.Namespace, plan: Plan) -> tuple[list[Traced], in
 
         try:
             name_of = lambda leaf: names.get(id(leaf))
-            return trace(lambda: workload.model(batch), plan, name_of, limited, decompositions(plan)), parameters
+            return trace(lambda: workload.model(batch), plan, name_of, limited), parameters
         except RuntimeError as error:
             inner = getattr(error, "inner_exception", error)  # of torch.compile's
             if isinstance(inner, OutOfLimit):

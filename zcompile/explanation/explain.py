@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from zcompile.compiler.backend import limited, parse_options
-from zcompile.compiler.inductor import decompositions
 from zcompile.explanation.explanation import Explanation
 from zcompile.explanation.planned_graph import Width
 from zcompile.explanation.predict import predict_step
@@ -38,7 +37,7 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
     plan = settings.plan(state.machine.hardware.over(transport, world), state.machine.memory_bytes)
     with without_compiled_calls(model):
         run, name_of = functools.partial(model, *args, **kwargs), lambda leaf: names.get(id(leaf))
-        traced = trace(run, plan, name_of, functools.partial(limited, settings), decompositions(plan))
+        traced = trace(run, plan, name_of, functools.partial(limited, settings))
     parameters = sum(sharded.parameter.numel() for sharded in state.parameters.values())
     microbatch_cache_bytes = (
         state.microbatch_cache_limit() if settings.microbatch_cache_bytes is None else settings.microbatch_cache_bytes

@@ -14,7 +14,7 @@ from zcompile.costs.model import Costs, Timeline, simulate, wire_bytes
 from zcompile.explanation.bound import least_exposed_s
 from zcompile.explanation.explanation import Explanation
 from zcompile.explanation.planned_graph import Gather, PlannedGraph, Rows, Width, in_order
-from zcompile.explanation.trace import Traced, copied
+from zcompile.explanation.trace import Traced
 from zcompile.graph.ops import (
     GATHER_CACHED_START,
     GATHER_GROUP_START,
@@ -22,6 +22,7 @@ from zcompile.graph.ops import (
     GATHERS,
     REDUCES,
     calls,
+    copied,
     reduce_budget,
     result_bytes,
     shards_of,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from zcompile.compiler.backend import compile_aot_eager
-from zcompile.graph.ops import dynamo_inputs, is_tangent
+from zcompile.graph.ops import copied, dynamo_inputs, is_tangent
 from zcompile.options import Plan
 from zcompile.state.attributes import PLANS
 
@@ -32,7 +32,6 @@ def trace(
     plan: Plan,
     name_of: Callable[[Any], str | None],
     limited: Callable[[Plan, Sequence[Any]], Plan] = lambda plan, inputs: plan,
-    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> list[Traced]:
     """Trace a forward and its backward.
 
@@ -40,7 +39,6 @@ def trace(
         run: runs the forward. It is called once.
         name_of: maps an input of a Dynamo graph to the name of the parameter whose shard it is, or to None.
         limited: maps `plan` and the inputs of a Dynamo graph to a plan with the limit of memory for that graph.
-        decompositions: op -> function that replaces the op by other ops in the graphs.
 
     Returns:
         For each of Dynamo's graphs, its forward and, if it has one, its backward, after the joint passes and before the
@@ -55,7 +53,7 @@ def trace(
             traced.append(_traced(graph, names, chosen))
 
         limit = limited(plan, example_inputs)
-        return compile_aot_eager(gm, example_inputs, limit, look, decompositions=decompositions)
+        return compile_aot_eager(gm, example_inputs, limit, look, simplify=plan.fused)
 
     setattr(backend, PLANS, True)
     # Dynamo compiles a code object only a limited number of times, so each trace has one of its own.
@@ -87,13 +85,6 @@ def without_compiled_calls(model: nn.Module) -> Iterator[None]:
     finally:
         for module, call in compiled.items():
             module._compiled_call_impl = call
-
-
-def copied(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
-    copy, copies = Graph(), dict[Node, Node]()
-    copy.output(copy.graph_copy(graph, copies))
-    copy.owning_module = graph.owning_module  # has the subgraphs that `get_attr` nodes name
-    return copy, copies
 
 
 def _call(run: Callable[[], Any]) -> Any:

@@ -369,6 +369,14 @@ def reduce_budget(graph: Graph, given_bytes: int | None) -> int:
     return max(LEAST_REDUCE_BUDGET_BYTES, 2 * largest_bytes)
 
 
+def copied(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
+    """Copy `graph`. Return the copy, which has the same owning module, and each node's copy, but for the output."""
+    copy, copies = Graph(), dict[Node, Node]()
+    copy.output(copy.graph_copy(graph, copies)).meta = dict(graph.output_node().meta)
+    copy.owning_module = graph.owning_module  # has the subgraphs that `get_attr` nodes name
+    return copy, copies
+
+
 def is_returned(node: Node) -> bool:
     """Whether only the graph's output reads `node`."""
     return all(user.op == "output" for user in node.users)
