@@ -93,9 +93,9 @@ def compile_inductor(
         "reorder_for_peak_memory": False,  # would undo `prefetch`: it does not consider transfers
         "benchmark_harness": False,  # would write shard sizes, which differ between ranks, into the code
         "shape_padding": False,  # times kernels, so ranks would get different graphs and orders of collectives
-        # Inductor keeps memory of dead results, to reuse it for later results of the same size, up to the peak that it
-        # expects. It expects that the graph frees shards, too, so it would keep more than a memory limit allows.
-        **({"allow_buffer_reuse": False} if plan.memory_limit else {}),
+        # Inductor would keep memory of dead results, to reuse it for later results of the same size, up to the peak
+        # that it expects. It expects that the graph frees shards, too, so peaks were higher, and steps no faster.
+        "allow_buffer_reuse": False,
         **config,
         "triton.cudagraphs": False,  # Inductor's own graphs cannot capture our transfers
     }
