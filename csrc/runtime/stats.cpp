@@ -24,16 +24,20 @@ void StatsCounter::reset() {
 
 void StatsCounter::follow(const at::Tensor& tensor) {
   std::lock_guard lock(mutex_);
-  const auto& storage = tensor.storage();
-  unsharded_.insert_or_assign(
-      storage.unsafeGetStorageImpl(), std::pair(storage.getWeakStorageImpl(), bytes_of(tensor)));
+  auto storage = tensor.storage();
+  auto& [weak, bytes] =
+      unsharded_.try_emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl(), 0).first->second;
+  unsharded_bytes_ += bytes_of(tensor) - bytes;
+  bytes = bytes_of(tensor);
 }
 
 void StatsCounter::count_gather(at::ScalarType dtype, int64_t bytes) {
   std::lock_guard lock(mutex_);
   stats_.gathers += 1;
   entry_of(stats_.gathered_bytes, dtype) += bytes;
-  stats_.peak_unsharded_bytes = std::max(stats_.peak_unsharded_bytes, live_unsharded_bytes());
+  if (unsharded_bytes_ <= stats_.peak_unsharded_bytes && unsharded_.size() <= most_unsharded_) return;
+  drop_freed();
+  stats_.peak_unsharded_bytes = std::max(stats_.peak_unsharded_bytes, unsharded_bytes_);
 }
 
 void StatsCounter::count_reduce(at::ScalarType dtype, int64_t bytes) {
@@ -47,16 +51,15 @@ void StatsCounter::add(int64_t Stats::* count, int64_t bytes) {
   stats_.*count += bytes;
 }
 
-int64_t StatsCounter::live_unsharded_bytes() {
-  int64_t live = 0;
+void StatsCounter::drop_freed() {
   std::erase_if(unsharded_, [&](const auto& entry) {
-    const auto& [storage, bytes] = entry.second;
-    const auto alive = storage.lock();
-    if (!alive || alive->nbytes() == 0) return true;
-    live += bytes;
-    return false;
+    const auto& [weak, bytes] = entry.second;
+    const auto storage = weak.lock();
+    if (storage && storage->nbytes() > 0) return false;
+    unsharded_bytes_ -= bytes;
+    return true;
   });
-  return live;
+  most_unsharded_ = 2 * unsharded_.size() + 64;
 }
 
 }  // namespace zcompile

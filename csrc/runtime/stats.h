@@ -34,12 +34,16 @@ class StatsCounter {
   void add(int64_t Stats::* count, int64_t bytes);
 
  private:
-  int64_t live_unsharded_bytes();
+  // Drops storages that have no memory any more. Takes time for each storage, so calls are rare: if the bytes of all
+  // storages exceed the peak, or the number of storages has doubled.
+  void drop_freed();
 
   std::mutex mutex_;
   Stats stats_;
   using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
   std::unordered_map<c10::StorageImpl*, std::pair<WeakStorage, int64_t>> unsharded_;  // with the bytes of the tensor
+  int64_t unsharded_bytes_ = 0;  // of all in `unsharded_`, also of those that have no memory any more
+  size_t most_unsharded_ = 64;  // the number at which drop_freed() is due
 };
 
 }  // namespace zcompile

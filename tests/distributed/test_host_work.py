@@ -2,9 +2,11 @@
 
 import collections
 import sys
+import time
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
 
@@ -12,6 +14,8 @@ import zcompile
 from tests.support.models import Transformer
 from tests.support.ranks import on_ranks, slow_case
 from tests.support.reference import lm_loss
+from zcompile._C import wait_for_gathers
+from zcompile.state.sharded_model import state_of
 
 
 def work_of(way, blocks, rank):
@@ -47,3 +51,18 @@ def test_graphs_kernels_and_calls_of_python_a_block(rank, world, way, most_calls
         assert more_kernels == kernels > 0, "equal blocks are compiled once"
     else:
         assert more_kernels <= work_of("unsharded", 2, rank)[1], "gathers and reduces split no kernel"
+
+
+@on_ranks(2)
+def test_the_time_of_a_gather_does_not_grow_with_the_number_in_flight(rank, world):
+    seconds = []
+    for count in (250, 4000):
+        model = zcompile.shard(nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in range(count)))
+        leaves, times = [each.leaf for each in state_of(model).in_modules()], []
+        for _ in range(8):
+            begin = time.thread_time()
+            gathered = torch.ops.zcompile.gather_group_start(leaves, [4] * count, [1] * count, torch.float32)
+            times.append((time.thread_time() - begin) / count)
+            wait_for_gathers(gathered)
+        seconds.append(min(times))
+    assert seconds[1] < 2 * seconds[0], seconds
