@@ -3,6 +3,7 @@
 import functools
 import itertools
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.support.reference import FP32, close, train_beside
 from tests.support.reference import compiled as compiled_whole
 from tests.support.time_limits import scaled
 from zcompile.state.sharded_model import state_of
+from zcompile.units.unit import Unit
 
 PREPARED = {
     "eager": sharded,
@@ -171,7 +173,11 @@ def test_a_unit_is_gathered_twice_and_reduced_once_in_a_step(rank, world):
     for step in range(3):
         routed_loss(model, step, rank).backward()
     zcompile.reset_stats(model)
-    routed_loss(model, 3, rank).backward()
+    start, waiting = Unit.start_reduce, []
+    spy = lambda *args: waiting.append(len(state_of(model).unit_order.reductions)) or start(*args)
+    with mock.patch.object(Unit, "start_reduce", spy):
+        routed_loss(model, 3, rank).backward()
+    assert waiting[:3] == [0, 0, 0], waiting  # of units; a reduce takes memory after the last one has freed its own
     moved = zcompile.stats(model)
     of_unit = 3 * len(Experts().experts)
     assert moved["gathers"] == 3 * (2 * of_unit + 4) + 4, moved  # each parameter of the root block once

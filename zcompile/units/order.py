@@ -329,9 +329,9 @@ class UnitOrder:
             self.abandon()
 
     def start_reduce(self, unit: Unit, shards: Sequence[torch.Tensor]) -> None:
-        self.reductions.append(unit.start_reduce(unit.take_grads(), shards))
-        while len(self.reductions) > 1:  # one reduce overlaps with backward
+        while self.reductions:  # one overlaps with backward; end it before the next one takes memory
             self.finish(self.reductions.popleft())
+        self.reductions.append(unit.start_reduce(unit.take_grads(), shards))
 
     def finish(self, reduction: Reduction) -> None:
         """Wait for `reduction`, and add the gradients to `.grad` of the parameters that this rank used."""
