@@ -132,8 +132,7 @@ def rank_saves(rank, world, folder, kind="SHARDED_STATE_DICT"):
     values = {name: value.clone() for name, value in whole.items()}
     unwrapped, is_main = accelerator.unwrap_model(model), accelerator.is_main_process
     unwrapped.save_pretrained(f"{folder}/pretrained", state_dict=whole, is_main_process=is_main)
-    rest = accelerator.skip_first_batches(loader, 3)
-    return steps(accelerator, model, optimizer, rest, 3), values
+    return steps(accelerator, model, optimizer, accelerator.skip_first_batches(loader, 3), 3), values
 
 
 def rank_loads(rank, world, folder, kind):

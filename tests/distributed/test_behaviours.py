@@ -38,8 +38,7 @@ def test_requires_grad_is_followed(rank, world, prepare, by_attribute):
 
 
 def test_a_parameter_thawed_before_the_first_compile_trains(rank, world):
-    frozen = Transformer().requires_grad_(False)
-    model = ref.compiled(frozen)
+    model = ref.compiled(Transformer().requires_grad_(False))
     model.head.weight.requires_grad = True
     ref.lm_loss(model, 0, rank).backward()
     assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == ["embed.weight"]

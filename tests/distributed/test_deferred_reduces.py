@@ -21,8 +21,7 @@ from zcompile.ranks.process_groups import all_gather_object
 @pytest.mark.parametrize("inner", ["eager", slow_case("aot_eager")])
 @on_ranks(4)
 def test_sums_over_replicas_may_wait_for_the_last_microbatch(rank, world, inner):
-    mesh = dist.init_device_mesh("cpu", (2, 2))
-    prepare = prepared(inner, mesh)
+    prepare = prepared(inner, dist.init_device_mesh("cpu", (2, 2)))
     losses, grads, stats = run(rank, prepare, "each")
     deferred = run(rank, prepare, "shards")
     assert deferred[0] == pytest.approx(losses, rel=1e-6)

@@ -156,8 +156,7 @@ def check_replays(seed, rank, world):
         loss = model(x[0]) + (model(x[1]) if action == "two forwards" else 0)
         return finish_step(optimizer, loss), evaluated
 
-    model = same_as_uncaptured("cpu", rank, train, lambda: fuzz.Model(seed), steps=REPLAYED_STEPS)
-    return counts(model)[1]
+    return counts(same_as_uncaptured("cpu", rank, train, lambda: fuzz.Model(seed), steps=REPLAYED_STEPS))[1]
 
 
 def rank_fuzzes(rank, world, check, first, graphs, seconds):

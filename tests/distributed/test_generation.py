@@ -141,8 +141,7 @@ def test_an_error_of_one_rank_ends_generation_on_all(rank, world):
         else:
             with pytest.raises(RuntimeError, match=r"rank 1 of the mesh raised inside of generate.*on rank 0, too"):
                 model.generate(prompt, **greedy(length))
-    how = greedy(4 + rank)
-    assert torch.equal(*(each.generate(prompt, **how) for each in (model, reference)))
+    assert torch.equal(*(each.generate(prompt, **greedy(4 + rank)) for each in (model, reference)))
 
 
 def test_a_rank_that_trains_instead_is_told(rank, world):

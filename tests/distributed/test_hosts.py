@@ -96,8 +96,7 @@ def mesh_with_timeout(seconds):
 
 
 def rank_lost_host(rank, world, mode):
-    seconds = scaled(10)
-    mesh = mesh_with_timeout(seconds)
+    mesh = mesh_with_timeout(scaled(10))
     model = zcompile.shard(nn.Linear(64, 64), mesh, states="global" if mode == "global" else None)
     optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.1), mean_square(4, 64)
     begin = time.monotonic()

@@ -66,8 +66,7 @@ def test_what_is_left_trains(rank, world, edit, is_compiled):
             torch._dynamo.reset()
             makes_ours = [True, False]  # from the end: the reference comes first
             how = {"edit": EDITS[edit], "shard": shard, "is_compiled": is_compiled, "runs_before": runs_before}
-            prepare = functools.partial(edited, **how)
-            train_beside(rank, world, prepare, make=make, loss=loss_of, steps=2)
+            train_beside(rank, world, functools.partial(edited, **how), make=make, loss=loss_of, steps=2)
 
 
 @pytest.mark.parametrize("swaps", [False, True])

@@ -80,8 +80,7 @@ def by_zcompile(model, policy, own):
 
 def run(model, rank):
     generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(3, WIDTH, generator=generator)
-    result = model(x, torch.randn(3, 1, generator=generator))
+    result = model(torch.randn(3, WIDTH, generator=generator), torch.randn(3, 1, generator=generator))
     result["y"].float().square().sum().backward()
     return result
 

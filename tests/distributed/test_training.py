@@ -211,8 +211,7 @@ def rank_resumes(rank, world, path):
 
 def test_checkpoint_saved_on_four_ranks_resumes_on_two(ranks, tmp_path):
     before = ranks(4).run(rank_saves, str(tmp_path))[0]
-    after = ranks(2).run(rank_resumes, str(tmp_path))[0]
-    assert after == pytest.approx(before, rel=1e-5)
+    assert ranks(2).run(rank_resumes, str(tmp_path))[0] == pytest.approx(before, rel=1e-5)
 
 
 @pytest.mark.parametrize("world", [slow_case(1), 2, slow_case(4)])
@@ -277,8 +276,7 @@ def test_no_unsharded_parameter_is_alive_between_forward_and_backward(rank, worl
     loss = ref.lm_loss(model, 0, rank)
     zcompile.reset_stats(model)
     time.sleep(0.5)  # gloo's threads let go of a finished collective's tensors when they get to it
-    state = state_of(model)
-    scalar = next(p for p in state.parameters.values() if p.name == "mix")
+    scalar = next(p for p in state_of(model).parameters.values() if p.name == "mix")
     torch.ops.zcompile.gather(scalar.leaf, [3], torch.float32)  # the next gather counts what is still alive
     assert zcompile.stats(model)["peak_unsharded_bytes"] == 3 * 4
     loss.backward()

@@ -171,8 +171,7 @@ def trained_by_blocks(rank, transport, offload):
 @pytest.mark.parametrize("offload", OFFLOADS)
 @on_gpus()
 def test_steps_in_backward_are_those_without_offload(rank, world, transport, offload):
-    early = trained_by_blocks(rank, transport, offload)
-    same_values(early, trained_by_blocks(rank, transport, None))
+    same_values(trained_by_blocks(rank, transport, offload), trained_by_blocks(rank, transport, None))
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)

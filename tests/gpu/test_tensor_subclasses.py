@@ -39,8 +39,7 @@ def test_fused_steps_leave_subclasses_to_torch(rank, world, offload):
 @pytest.mark.parametrize("precomputes", [False, True])
 @on_gpus(2, needs="torchao")
 def test_emulated_float8_training_equals_that_of_fsdp2(rank, world, transport, precomputes):
-    model = over(transport, subclasses.by_zcompile(in_float8().cuda()))
-    ours = float8_losses(model, rank, precomputes)
+    ours = float8_losses(over(transport, subclasses.by_zcompile(in_float8().cuda())), rank, precomputes)
     assert ours.equal(float8_losses(subclasses.by_fsdp2(in_float8().cuda()), rank, precomputes))
 
 

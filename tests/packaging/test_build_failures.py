@@ -162,8 +162,7 @@ INCOMPLETE = {
 
 @pytest.mark.parametrize("toolkit, reason", INCOMPLETE.values(), ids=INCOMPLETE)
 def test_an_incomplete_toolkit_gives_a_build_for_cpus_and_a_sentence(machine, toolkit, reason):
-    home = str(machine.toolkit("cuda", **toolkit))
-    done = machine.build(CUDA_HOME=home)
+    done = machine.build(CUDA_HOME=str(machine.toolkit("cuda", **toolkit)))
     assert done.returncode == 0 and "built with CPU" in done.stdout, done.stderr
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("zcompile: ")]
     assert reason in said and "apt-get install cuda-toolkit-13-0 && CUDA_HOME=/usr/local/cuda-13.0" in said
@@ -171,8 +170,7 @@ def test_an_incomplete_toolkit_gives_a_build_for_cpus_and_a_sentence(machine, to
 
 @pytest.mark.parametrize("toolkit, reason", INCOMPLETE.values(), ids=INCOMPLETE)
 def test_where_cuda_is_asked_for_an_incomplete_toolkit_ends_the_build(machine, toolkit, reason):
-    home = str(machine.toolkit("cuda", **toolkit))
-    said = sentence_of(machine.build(CUDA_HOME=home, ZCOMPILE_CUDA="1"))
+    said = sentence_of(machine.build(CUDA_HOME=str(machine.toolkit("cuda", **toolkit)), ZCOMPILE_CUDA="1"))
     assert reason in said and "for CPUs: ZCOMPILE_CUDA=0 pip install" in said
 
 

@@ -93,8 +93,7 @@ def _arguments_that_work(task: str, kind: str) -> str | dict[str, Any]:
     reasons = []
     for arguments in _candidates(task, kind):
         try:
-            model = _make(task, kind, arguments)
-            loss_of(task)(model, 0, 0).backward()
+            loss_of(task)(_make(task, kind, arguments), 0, 0).backward()
             return arguments
         except Exception as error:
             reasons.append(f"{type(error).__name__}: {error}".splitlines()[0][:200])

@@ -85,8 +85,7 @@ class Tables(nn.Module):
         self.mix, self.head = nn.Linear(18, 18), nn.Linear(18, 61)
 
     def forward(self, tokens):
-        x = self.embed(tokens) + self.kinds(tokens % 7)
-        return self.head(torch.tanh(self.mix(x)))
+        return self.head(torch.tanh(self.mix(self.embed(tokens) + self.kinds(tokens % 7))))
 
 
 def tables_curve(rank, options, device="cpu", transport=None, steps=3, microbatches=1, **how):

@@ -110,8 +110,7 @@ class Halves:
         if self.how == "stack":
             return x @ part[1] + x @ part[2]
         if self.how == "diagonal":
-            diagonal = part[:WIDTH].diagonal()
-            return torch.relu(x @ part[:WIDTH]) * diagonal
+            return torch.relu(x @ part[:WIDTH]) * part[:WIDTH].diagonal()
         if self.how == "picked":
             chosen = (x.detach().sum().abs() * 7).long().view(1) % len(part)
             return torch.baddbmm(module.parts[self.bias], x[None], part[chosen])[0]

@@ -63,8 +63,7 @@ def functions() -> str:
 def counts() -> str:
     """Each key of `zcompile.stats`, from the docstring."""
     returns = inspect.getdoc(zcompile.stats).split("Returns:\n")[1].split("\n\nRaises:")[0]
-    entries = re.split(r"\n(?=\S)", textwrap.dedent(returns))
-    pairs = (entry.split(": ", 1) for entry in entries)
+    pairs = (entry.split(": ", 1) for entry in re.split(r"\n(?=\S)", textwrap.dedent(returns)))
     return "\n".join(wrapped(f"`{keys.replace(', ', '`, `')}`: {text}", "- ", "  ") for keys, text in pairs)
 
 

@@ -147,7 +147,6 @@ def test_options_without_effect_are_named_with_what_to_set_instead():
 
 
 def test_options_without_effect_are_deepspeeds():
-    config = pytest.importorskip("deepspeed.runtime.zero.config")
-    fields = config.DeepSpeedZeroConfig.model_fields
+    fields = pytest.importorskip("deepspeed.runtime.zero.config").DeepSpeedZeroConfig.model_fields
     known = set(fields) | {field.alias for field in fields.values()}
     assert set(WITHOUT_EFFECT) - {"communication_data_type"} <= known
