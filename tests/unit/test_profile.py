@@ -240,8 +240,7 @@ def test_a_plan_of_a_step():
     assert (planned.saved_bytes, planned.activation_memory_budget) == (16 + 8, 0.4)
     assert (planned.step_ms, planned.rests_on) == (85.0, "guesses")
     assert step_of(replace(explained, adding_ms=3.0), microbatches=3).step_ms == 3 * 40 + 2 * 3 + 5
-    gradients = 4 * 10 // 2  # of the first microbatch, beside the second
-    assert planned.peak_bytes == 1000 + 100 + gradients
+    assert planned.peak_bytes == 1000 + 100 + 4 * 10 // 2  # with gradients of the first microbatch beside the second
     assert step_of(explained, microbatches=1).peak_bytes == 1000 + 100
 
 
