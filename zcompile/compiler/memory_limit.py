@@ -21,7 +21,7 @@ from operator import add
 from torch.fx import Graph, GraphModule, Node
 
 from zcompile.costs.hardware import Link
-from zcompile.costs.memory import gradient_fraction, in_flight_bytes
+from zcompile.costs.memory import gradient_fraction, in_flight_bytes, size_text
 from zcompile.graph.liveness import Liveness
 from zcompile.graph.ops import (
     GATHER,
@@ -129,15 +129,11 @@ def _tag(plan: Plan, graph: Graph) -> None:
 def _missing(limit: MemoryLimit, least_bytes: int) -> str:
     rest = least_bytes - limit.state_bytes
     return (
-        f"zcompile: no plan of this graph keeps to memory_limit, {_size(limit.nbytes)}. The least found is "
-        f"{_size(least_bytes)}: {_size(limit.state_bytes)} of shards, Adam moments and "
-        f"staging buffers, and at the peak {_size(rest)} of activations, unsharded parameters and gradients. Raise "
+        f"zcompile: no plan of this graph keeps to memory_limit, {size_text(limit.nbytes)}. The least found is "
+        f"{size_text(least_bytes)}: {size_text(limit.state_bytes)} of shards, Adam moments and "
+        f"staging buffers, and at the peak {size_text(rest)} of activations, unsharded parameters and gradients. Raise "
         "the limit, or train on more ranks, with fewer tokens a rank, or with zcompile.fuse_optimizer(offload=...)."
     )
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def _peak_bytes(plan: Plan, joint: GraphModule, limit: MemoryLimit, split: Split) -> int:

@@ -13,6 +13,10 @@ GRADIENT_BYTES = 4
 STAGING_BYTES = 288 << 20  # the most for reduces with the p2p transport: 3 regions of 96 MiB (csrc/p2p/reducer.cpp)
 
 
+def size_text(nbytes: int) -> str:
+    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.1f} MiB"
+
+
 def state_bytes(parameters: int, link: Link) -> int:
     """Return the bytes on one rank that live as long as the model: main parameters, moments, host shard, p2p's buffers.
 

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from zcompile.costs.memory import size_text
 from zcompile.explanation.planned_graph import Gather, PlannedGraph, Width
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -69,9 +70,9 @@ class Explanation:
     def __str__(self) -> str:
         again = f", {self.recomputed_segments} segments run again" if self.recomputed_segments else ""
         lines = [
-            f"{self.parameters / 1e9:.2f} B parameters on {self.world} ranks, {self.hardware} over {self.transport}: "
+            f"{_count_text(self.parameters)} parameters on {self.world} ranks, {self.hardware} over {self.transport}: "
             f"a step of {self.step_ms:.1f} ms, {self.exposed_ms:.2f} ms of it exposed communication; "
-            f"{self.peak_bytes / GIB:.2f} GiB at most.",
+            f"{size_text(self.peak_bytes)} at most.",
             f"Forward saves {self.saved_bytes / MIB:.1f} MiB for backward: "
             f"activation_memory_budget {self.activation_memory_budget:g}{again}.",
             *([f"Gathers: {'; '.join(map(str, self.widths))}."] if self.widths else ()),
@@ -81,7 +82,7 @@ class Explanation:
             first_ms, later_ms = self.microbatches_ms
             lines.append(
                 "Microbatches inside of zcompile.accumulate share gathered parameters, "
-                f"{self.cached_bytes / GIB:.2f} GiB: {first_ms:.1f} ms for the first, {later_ms:.1f} ms for each other."
+                f"{size_text(self.cached_bytes)}: {first_ms:.1f} ms for the first, {later_ms:.1f} ms for each other."
             )
         if any(graph.gathers for graph in self.graphs):
             lines.append(
@@ -92,6 +93,10 @@ class Explanation:
             )
         lines.append(f"AdamW, fp32: {self.optimizer_ms:.2f} ms. Figures of the machine: {self.rests_on}.\n")
         return "\n".join(lines)
+
+
+def _count_text(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e7 else f"{count:,}"
 
 
 def comparison(what: str, explanations: Sequence[tuple[float, Explanation]]) -> str:
@@ -152,7 +157,7 @@ def _heading(graph: PlannedGraph) -> str:
         f"slower by {graph.slowed_ms:.2f} ms beside transfers; gathers {graph.gathered_bytes / MIB:.0f} MiB, "
         f"reduces {graph.reduced_bytes / MIB:.0f} MiB{on_their_way}; "
         f"unsharded at once {graph.unsharded_bytes / MIB:.0f} MiB of {graph.bound_bytes / MIB:.0f}; "
-        f"activations, parameters and gradients at once {graph.live_bytes / GIB:.2f} GiB"
+        f"activations, parameters and gradients at once {size_text(graph.live_bytes)}"
     )
 
 
