@@ -24,7 +24,8 @@ void StatsCounter::reset() {
 
 void StatsCounter::follow(const at::Tensor& tensor) {
   std::lock_guard lock(mutex_);
-  auto storage = tensor.storage();
+  const auto& storage = tensor.storage();
+  // An entry's weak reference keeps the address from being used again, so an entry at this address is of this storage.
   auto& [weak, bytes] =
       unsharded_.try_emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl(), 0).first->second;
   unsharded_bytes_ += bytes_of(tensor) - bytes;

@@ -34,8 +34,8 @@ class StatsCounter {
   void add(int64_t Stats::* count, int64_t bytes);
 
  private:
-  // Drops storages that have no memory any more. Takes time for each storage, so calls are rare: if the bytes of all
-  // storages exceed the peak, or the number of storages has doubled.
+  // Drops storages that have no memory any more. It visits all storages, so count_gather() calls it only if their bytes
+  // exceed the peak, or if their number has doubled.
   void drop_freed();
 
   std::mutex mutex_;

@@ -259,7 +259,7 @@ def test_the_planned_peak_is_that_of_a_step_under_inductor(rank, world, again, m
     uncached = torch._functorch.config.patch(enable_autograd_cache=False)  # so that the backend plans
     with uncached, mock.patch.object(memory_limit, "_peak_bytes", only_again):
         peak, _ = peak_under("1GiB", "inductor", rank, make=make, param_dtype=dtype)
-    peak += 0 if dtype else ROWS * WIDTH * 4  # the input, of which forward saves a copy in bf16 for backward
+    peak += 0 if dtype else ROWS * WIDTH * 4  # the input; forward saves its copy in bf16 instead
     assert peak < planned[again] < 1.08 * peak, (peak, planned)
 
 

@@ -214,7 +214,7 @@ def compile_aot_eager(
         return schedule(graph_module)
 
     if simplify:
-        return compile_inductor(gm, example_inputs, plan, split, {}, None, inner=schedule)
+        return compile_inductor(gm, example_inputs, plan, split, {}, None, inner_compile=schedule)
     compile_aot = aot_autograd(
         fw_compiler=schedule,
         bw_compiler=schedule,

@@ -73,7 +73,7 @@ def compile_inductor(
     mode: str | None,
     cuda_graphs: bool = False,
     agrees: bool = False,
-    inner: Callable[..., Any] | None = None,
+    inner_compile: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Run the passes that `plan` configures on one Dynamo graph, and compile it with Inductor.
 
@@ -83,7 +83,7 @@ def compile_inductor(
         mode: an Inductor mode, such as "max-autotune-no-cudagraphs".
         cuda_graphs: whether to capture forward and backward; see `zcompile.compiler.cuda_graphs`.
         agrees: whether `partition` waits for all ranks. Then no cache is used, because cached code skips `partition`.
-        inner: compiles a forward or backward graph in place of Inductor, with the arguments of its `compile_fx_inner`.
+        inner_compile: compiles a forward or backward graph, by default Inductor's `compile_fx_inner`.
     """
     patches = {
         **(list_mode_options(mode) if mode else {}),
@@ -93,17 +93,17 @@ def compile_inductor(
         "reorder_for_peak_memory": False,  # would undo `prefetch`: it does not consider transfers
         "benchmark_harness": False,  # would write shard sizes, which differ between ranks, into the code
         "shape_padding": False,  # times kernels, so ranks would get different graphs and orders of collectives
-        # Inductor would keep memory of dead results, to reuse it for later results of the same size, up to the peak
-        # that it expects. It expects that the graph frees shards, too, so peaks were higher, and steps no faster.
+        # Inductor keeps memory of dead results, to reuse it for later results of the same size, while its estimate of
+        # the peak allows it. The estimate counts shards as freed, so peaks were higher, and steps no faster.
         "allow_buffer_reuse": False,
         **config,
         "triton.cudagraphs": False,  # Inductor's own graphs cannot capture our transfers
     }
-    inner = _captures(Pair()) if cuda_graphs else inner
-    # Code from torch's caches skips `inner` and `partition`.
+    inner_compile = _captures(Pair()) if cuda_graphs else inner_compile
+    # Code from torch's caches skips `inner_compile` and `partition`.
     no_cache = torch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False)
-    with no_cache if inner or agrees else contextlib.nullcontext():
-        compiled: Any = compile_fx(gm, list(example_inputs), inner or compile_fx_inner, patches)
+    with no_cache if inner_compile or agrees else contextlib.nullcontext():
+        compiled: Any = compile_fx(gm, list(example_inputs), inner_compile or compile_fx_inner, patches)
     return compiled
 
 

@@ -96,7 +96,7 @@ class Explanation:
 
 
 def _count_text(count: int) -> str:
-    return f"{count / 1e9:.2f} B" if count >= 1e7 else f"{count:,}"
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count:,}"
 
 
 def comparison(what: str, explanations: Sequence[tuple[float, Explanation]]) -> str:

@@ -86,9 +86,9 @@ def _norm(mesh: DeviceMesh, gradients: list[DTensor], norm_type: float, foreach:
             whole = [Replicate() if placement.is_partial() else placement for placement in placements]
             kind = [gradient.redistribute(placements=whole) for gradient in kind]
         local = [local_of(gradient) for gradient in kind]
-        if norm_type == math.inf or norm_type < 0:  # torch raises on a rank with an empty shard, and others would wait
-            neutral = 0.0 if norm_type > 0 else math.inf
-            local = [each if each.numel() else each.new_full([1], neutral) for each in local]
+        # For some norms, torch raises on a rank with an empty shard, and other ranks would wait.
+        neutral = math.inf if norm_type < 0 else 0.0
+        local = [each if each.numel() else each.new_full([1], neutral) for each in local]
         if foreach is False:
             parts = [torch.linalg.vector_norm(each, norm_type) for each in local]
         else:

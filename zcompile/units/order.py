@@ -24,7 +24,6 @@ import functools
 import itertools
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +122,7 @@ class UnitOrder:
         self.begun_rounds = 0  # number of forwards of the whole model whose backward began in this call of autograd
         self.callback: weakref.ref[Any] | None = None  # end-of-backward callback; only the running backward holds it
         self.calls_in_backward: list[UnitCall] = []  # calls of units that this backward has reached
-        self.reductions: deque[Reduction] = deque()  # started, and not waited for
+        self.reduction: Reduction | None = None  # started, and not waited for
         self.undecided: list[Reduction] = []  # complete, with parameters that perhaps no rank used
         self.backwards, self.next_comparison = 0, 1
 
@@ -329,20 +328,20 @@ class UnitOrder:
             self.abandon()
 
     def start_reduce(self, unit: Unit, shards: Sequence[torch.Tensor]) -> None:
-        while self.reductions:  # one overlaps with backward; end it before the next one takes memory
-            self.finish(self.reductions.popleft())
-        self.reductions.append(unit.start_reduce(unit.take_grads(), shards))
+        self.finish()  # frees the last one's memory before this one takes its own
+        self.reduction = unit.start_reduce(unit.take_grads(), shards)
 
-    def finish(self, reduction: Reduction) -> None:
-        """Wait for `reduction`, and add the gradients to `.grad` of the parameters that this rank used."""
-        reduction.wait()
-        if reduction.deliver_used():
-            self.undecided.append(reduction)
+    def finish(self) -> None:
+        """Wait for the reduction in flight, if any, and add to `.grad` of the parameters that this rank used."""
+        reduction, self.reduction = self.reduction, None
+        if reduction is not None:
+            reduction.wait()
+            if reduction.deliver_used():
+                self.undecided.append(reduction)
 
     def finish_all(self) -> None:
-        """Wait for all reductions, and add the gradients to `.grad` of all parameters that any rank used."""
-        while self.reductions:
-            self.finish(self.reductions.popleft())
+        """Wait for the reduction in flight, and add all gradients to `.grad` of all parameters that any rank used."""
+        self.finish()
         undecided, self.undecided = self.undecided, []
         deliver_rest(undecided)
 
@@ -381,9 +380,9 @@ class UnitOrder:
 
     def abandon(self) -> None:
         """Drop the state of a backward that raised."""
-        for reduction in self.reductions:
-            reduction.wait()
-        self.reductions.clear()
+        if self.reduction is not None:
+            self.reduction.wait()
+        self.reduction = None
         self.undecided.clear()
         self.drop_ahead(self.backward)
         for unit in self.units:
